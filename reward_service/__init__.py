@@ -1,0 +1,1 @@
+"""Rewards: pure rules and grading, run in killable worker processes behind one interface."""

@@ -1,0 +1,100 @@
+"""The reward service: rollouts in, rewards out. A plain class; whoever deploys it wraps it as a Ray actor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from reward_service.pool import RewardPool, RewardPoolError
+from reward_service.rules import RewardItem, RewardResult
+
+__all__ = ["REWARD", "RewardItem", "RewardPool", "RewardPoolError", "RewardResult", "RewardService"]
+
+REWARD = pa.schema([
+    ("group_id", pa.int64()),
+    ("sample_index", pa.int32()),
+    ("reward", pa.float64()),  # null unless status is "ok"
+    ("parts", pa.map_(pa.string(), pa.float64())),
+    ("accuracy", pa.float64()),
+    ("format", pa.float64()),
+    ("status", pa.string()),
+    ("extracted", pa.string()),
+    ("reason", pa.string()),
+])
+
+
+def _arrow_text(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates are not valid in Arrow
+
+
+class RewardService:
+    """Scores batches of rollouts; decodes sampled ids itself and never re-tokenises.
+
+    `reward_cfg`: mapping with rules, combine, timeout_s, options (see conf/reward). `tokenizer_path`: local directory.
+    `workers`: the most scoring processes; 0 or less takes reward_cfg["workers"].
+    """
+
+    def __init__(self, reward_cfg: Mapping[str, Any], tokenizer_path: str, workers: int = 0):
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
+        self.max_tokens = int((reward_cfg.get("options") or {}).get("max_tokens", 0))
+        self.pool = RewardPool(reward_cfg, workers if workers > 0 else int(reward_cfg.get("workers", 1)))
+
+    def score(self, rollouts: pa.RecordBatch, prompts: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+        """One row of REWARD per row of `rollouts`, in order. `prompts`: the Prompt fields of every prompt_id in it.
+
+        Raises KeyError for a prompt_id that is not among `prompts`, RewardPoolError if workers cannot start.
+        """
+        by_id = {prompt["prompt_id"]: prompt for prompt in prompts}
+        columns = {name: rollouts.column(name).to_pylist()
+                   for name in ("group_id", "prompt_id", "sample_index", "completion_ids", "finish_reason")}
+        missing = sorted(set(columns["prompt_id"]) - set(by_id))
+        if missing:
+            raise KeyError(f"rollouts name {len(missing)} prompt_ids that were not passed, such as {missing[0]!r}")
+        texts = self.tokenizer.batch_decode(
+            columns["completion_ids"], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        items = [self._item(by_id[row["prompt_id"]], row, text)
+                 for row, text in zip(_rows(columns), texts, strict=True)]
+        results = self.pool.score(items)
+        return pa.RecordBatch.from_pydict({
+            "group_id": columns["group_id"],
+            "sample_index": columns["sample_index"],
+            "reward": [result.total if result.status == "ok" else None for result in results],
+            "parts": [list(result.parts.items()) for result in results],
+            "accuracy": [result.parts.get("accuracy") for result in results],
+            "format": [result.parts.get("format") for result in results],
+            "status": [result.status for result in results],
+            "extracted": [_arrow_text(result.extracted) for result in results],
+            "reason": [_arrow_text(result.reason) for result in results],
+        }, schema=REWARD)
+
+    def _item(self, prompt: Mapping[str, Any], row: Mapping[str, Any], text: str) -> RewardItem:
+        return RewardItem(
+            id=f"{row['group_id']}/{row['sample_index']}",
+            response=prompt.get("prefill", "") + text,
+            gold=prompt["gold"],
+            prompt=prompt.get("text", ""),
+            task=prompt.get("task", "math"),
+            data_source=prompt.get("data_source", ""),
+            completion_tokens=len(row["completion_ids"]),
+            max_tokens=self.max_tokens,
+            truncated=row["finish_reason"] == "length",
+            extra=dict(prompt.get("extra") or {}),
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counts by status, worker deaths and kills, with one example (as text) of each status other than ok."""
+        stats = self.pool.stats()
+        return {**stats, "examples": {status: f"item {result.id}: {result.reason}"
+                                      for status, result in stats["examples"].items()}}
+
+    def close(self) -> None:
+        """Stops the workers."""
+        self.pool.close()
+
+
+def _rows(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
