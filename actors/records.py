@@ -1,0 +1,153 @@
+"""The records that parts hand to each other: one Arrow schema a hand-off, checked at each hand-off.
+
+prompts -> ROLLOUT -> SCORED -> PLAN (scalars of the controller) -> the learner. Token columns stay in the object
+store with the actor that made them; the controller holds references and per-sample scalars (DESIGN invariant 8).
+
+One row of ROLLOUT is one completion:
+
+    group_id  prompt_id  sample_index  prompt_ids    completion_ids  behaviour_logprobs  versions   finish_reason
+    17        "a3f1"     0             [5, 18, 40]   [3, 21, 2]      [-0.1, -1.2, -0.0]  [4, 4, 5]  "stop"
+
+`versions[t]` is the version of the policy that produced token t; `finish_reason` is vLLM's own word ("stop",
+"length"). Masks come from these lengths and words, never from searching for an id (DESIGN invariant 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+STATUSES = ("ok", "error", "timeout", "ungradable")
+FINISH_REASONS = ("stop", "length")
+
+PROMPT = pa.schema([
+    pa.field("group_id", pa.int64(), nullable=False),
+    pa.field("prompt_id", pa.string(), nullable=False),
+    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+])
+ROLLOUT = pa.schema([
+    pa.field("group_id", pa.int64(), nullable=False),
+    pa.field("prompt_id", pa.string(), nullable=False),
+    pa.field("sample_index", pa.int32(), nullable=False),
+    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("behaviour_logprobs", pa.list_(pa.float32()), nullable=False),
+    pa.field("versions", pa.list_(pa.int32()), nullable=False),
+    pa.field("finish_reason", pa.string(), nullable=False),
+])
+SCORED = pa.schema([
+    pa.field("group_id", pa.int64(), nullable=False),
+    pa.field("sample_index", pa.int32(), nullable=False),
+    pa.field("reward", pa.float64()),  # null unless status is "ok"
+    pa.field("parts", pa.map_(pa.string(), pa.float64())),
+    pa.field("accuracy", pa.float64()),
+    pa.field("format", pa.float64()),
+    pa.field("status", pa.string(), nullable=False),
+    pa.field("extracted", pa.string()),
+    pa.field("reason", pa.string()),
+])
+REFERENCE = pa.schema([
+    pa.field("group_id", pa.int64(), nullable=False),
+    pa.field("sample_index", pa.int32(), nullable=False),
+    pa.field("ref_logprobs", pa.list_(pa.float32()), nullable=False),
+])
+# What the controller tells the learner of each sample: where its tokens lie and how much they count.
+PLAN = pa.schema([
+    pa.field("table", pa.int32(), nullable=False),  # index into the list of rollout tables handed along
+    pa.field("row", pa.int32(), nullable=False),  # row in that table
+    pa.field("advantage", pa.float64(), nullable=False),
+    pa.field("weight", pa.float64(), nullable=False),  # of each completion token, over the whole optimizer step
+    pa.field("rank", pa.int32(), nullable=False),
+    pa.field("micro_batch", pa.int32(), nullable=False),
+    pa.field("update", pa.int32(), nullable=False),  # which optimizer step of this batch
+])
+
+
+class RecordError(ValueError):
+    """A hand-off does not hold what its schema promises; the message names the record, column and row."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn. `temperature` > 0; `max_tokens` bounds one completion, in tokens."""
+
+    n: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class GroupMeta:
+    """Per-sample scalars of one finished group: all that the controller sees of it. Arrays have length n."""
+
+    group_id: int
+    prompt_id: str
+    prompt_tokens: int
+    lengths: np.ndarray  # int64, completion tokens
+    finish_reasons: tuple[str, ...]
+    version_min: int
+    version_max: int
+    generator: str = ""
+
+
+def conform(batch: pa.RecordBatch, schema: pa.Schema, name: str) -> pa.RecordBatch:
+    """Return `batch` if it has exactly `schema`, no nulls where none may be; raise RecordError otherwise."""
+    if not batch.schema.equals(schema):
+        missing = [f.name for f in schema if f.name not in batch.schema.names]
+        wrong = [f"{f.name} is {batch.schema.field(f.name).type}, expected {f.type}" for f in schema
+                 if f.name in batch.schema.names and batch.schema.field(f.name).type != f.type]
+        extra = [n for n in batch.schema.names if n not in schema.names]
+        raise RecordError(f"{name}: missing columns {missing}, wrong types {wrong}, unexpected columns {extra}")
+    for f in schema:
+        if not f.nullable and batch.column(f.name).null_count:
+            row = batch.column(f.name).is_null().to_pylist().index(True)
+            raise RecordError(f"{name}: column {f.name}, row {row}: null where a value is required")
+    return batch
+
+
+def check_rollout(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A ROLLOUT whose token columns agree: equal lengths, finite log-probs <= 0, known finish reasons."""
+    conform(batch, ROLLOUT, "rollout")
+    lengths = list_lengths(batch.column("completion_ids"))
+    for column in ("behaviour_logprobs", "versions"):
+        other = list_lengths(batch.column(column))
+        if (lengths != other).any():
+            row = int(np.flatnonzero(lengths != other)[0])
+            raise RecordError(f"rollout: row {row}: {lengths[row]} completion_ids but {other[row]} {column}")
+    values = batch.column("behaviour_logprobs").flatten().to_numpy(zero_copy_only=False)
+    bad = ~np.isfinite(values) | (values > 1e-3)
+    if bad.any():
+        raise RecordError(f"rollout: behaviour_logprobs: value {values[bad][0]} is not a log-probability")
+    unknown = set(batch.column("finish_reason").to_pylist()) - set(FINISH_REASONS)
+    if unknown:
+        raise RecordError(f"rollout: finish_reason {sorted(unknown)} unknown, expected one of {FINISH_REASONS}")
+    return batch
+
+
+def check_scored(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A SCORED batch in which exactly the rows with status "ok" carry a finite reward (DESIGN invariant 4)."""
+    conform(batch, SCORED, "scored")
+    for row, (status, reward) in enumerate(zip(batch.column("status").to_pylist(), batch.column("reward").to_pylist(),
+                                               strict=True)):
+        if status not in STATUSES:
+            raise RecordError(f"scored: row {row}: status {status!r}, expected one of {STATUSES}")
+        if (status == "ok") != (reward is not None and np.isfinite(reward)):
+            raise RecordError(f"scored: row {row}: status {status!r} with reward {reward}; "
+                              "exactly the rows with status ok carry a finite reward")
+    return batch
+
+
+def list_lengths(column: pa.Array) -> np.ndarray:
+    """int64 [rows]: length of each list."""
+    return column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def ragged(column: pa.Array) -> list[np.ndarray]:
+    """Zero-copy views of each row of a list column."""
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    ends = np.cumsum(list_lengths(column))
+    return np.split(values, ends[:-1]) if len(ends) else []

@@ -1,0 +1,376 @@
+"""The typed configuration and every check that can be made before an engine starts (DESIGN invariant 10).
+
+Imports nothing heavier than the standard library, so that a mistake is answered in a second or two.
+All sizes are counts of prompts, completions ("samples") or tokens; all times are seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+MISSING = "???"  # omegaconf's marker of a value that must be given
+
+
+class ConfigError(ValueError):
+    """A setting is wrong. The message names the key, its value, what was expected and what to do."""
+
+    def __init__(self, key: str, value: Any, expected: str, cure: str = "") -> None:
+        self.key = key
+        cure = f" {cure}" if cure else ""
+        super().__init__(f"{key}={value}: {expected}.{cure}")
+
+
+@dataclass
+class ModelConfig:
+    """The policy. `path` is a Hugging Face directory or hub id; `init` = "random" builds it from `architecture`."""
+
+    name: str = "tiny"
+    path: str = MISSING
+    init: str = "pretrained"  # pretrained | random
+    tokenizer: str = ""  # empty: `path`; "character" builds the character-level one
+    architecture: dict[str, Any] = field(default_factory=dict)  # LlamaConfig fields when init=random
+    dtype: str = "float32"  # float32 | bfloat16
+    max_length: int = 0  # context in tokens; 0: read from the model's config.json
+    gguf_file: str = ""  # a GGUF file inside `path` to de-quantise first
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from. `max_prompt_tokens` bounds a rendered prompt; longer ones are dropped and counted."""
+
+    kind: str = "arithmetic"  # arithmetic | reasoning_gym | files | corpus
+    name: str = ""
+    path: str = ""
+    template: str = "r1_zero"
+    terms: list[int] = field(default_factory=lambda: [2, 3, 4])
+    max_number: int = 99
+    heldout_size: int = 64
+    heldout_path: str = ""
+    seed: int = 0
+    max_prompt_tokens: int = 512
+    question_key: str = "question"
+    answer_key: str = "answer"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class AlgorithmConfig:
+    """One point of DeepSeekMath's unified view; see docs/algorithms.md."""
+
+    name: str = "grpo"
+    data: str = "policy"  # policy | dataset | pairs | sft_samples
+    advantage: str = "grpo"
+    loss: str = "ppo_clip"
+    normaliser: str = "sequence_mean"  # sequence_mean | token_mean | constant
+    loss_constant: float | None = None
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    dual_clip: float | None = None
+    beta: float = 0.0
+    kl: str = "k3"  # k1 | k2 | k3 | k3_iw
+    kl_placement: str = "loss"  # loss | reward | none
+    std_normalise: bool = True
+    group_baseline: bool = True
+    entropy_coef: float = 0.0
+    tis_cap: float | None = None
+    mask_truncated: bool = False
+    gamma: float = 1.0
+    lam: float = 1.0
+    critic: bool = False
+    filter: str = "none"  # none | skip_dead
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RewardConfig:
+    rules: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "format": 1.0})
+    combine: str = "sum"  # sum | product
+    timeout_s: float = 10.0  # hard deadline of one item
+    workers: int = 1
+    max_failure_share: float = 0.25  # more rewards than this not ok in one step stop the run
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RolloutConfig:
+    prompts_per_step: int = 32
+    group_size: int = 8
+    max_tokens: int = 64  # completion budget
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    max_staleness: int = 0  # 0: strict on-policy
+    timeout_s: float = 600.0  # deadline of one group
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    decay: str = "constant"  # constant | cosine
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    grad_clip: float = 1.0
+
+
+@dataclass
+class LearnerConfig:
+    ranks: int = 1
+    zero_stage: int = 0
+    micro_batch_tokens: int = 8192  # padded tokens of one forward pass
+    logprob_chunk_tokens: int = 2048  # rows of the [tokens, vocabulary] matrix alive at once
+    updates_per_batch: int = 1  # optimizer steps each batch of rollouts is cut into
+    gradient_checkpointing: bool = False
+    threads: int = 0  # torch threads of a rank; 0: its share of CPUs
+    timeout_s: float = 900.0
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+@dataclass
+class GeneratorConfig:
+    count: int = 1
+    max_num_seqs: int = 256
+    kv_cache_gib: float = 1.0
+    gpu_memory_utilization: float = 0.5
+    threads: int = 0
+    enforce_eager: bool = True
+    weight_backend: str = "object_store"  # object_store | nccl
+    bucket_mib: int = 64
+    sync_tolerance: float = 1e-4  # largest |log-prob difference| of the probe after a sync
+    mismatch_bound: float = 1e-2  # largest mean |train - generate| log-prob difference of a step
+    restarts: int = 3
+    start_timeout_s: float = 300.0
+    sync_timeout_s: float = 300.0
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+@dataclass
+class ReferenceConfig:
+    count: int = 1
+    timeout_s: float = 600.0
+    threads: int = 1
+    cpus: float = 0.5
+    gpus: float = 0.0
+
+
+@dataclass
+class EvaluationConfig:
+    every: int = 0  # steps between evaluations; 0: only before and after
+    samples: int = 64  # completions a prompt before and after
+    samples_during: int = 8
+    temperature: float = 1.0
+
+
+@dataclass
+class ClusterConfig:
+    address: str = "auto"  # auto: a running cluster if RAY_ADDRESS names one, else a local one | local | host:port
+    num_cpus: int = 0  # logical CPUs of a local cluster; 0: those of the machine
+    dashboard: bool = True
+    object_store_mib: int = 512
+    start_timeout_s: float = 120.0
+
+
+@dataclass
+class LoggingConfig:
+    wandb: str = "offline"  # offline | online | disabled
+    wandb_project: str = "volley"
+    ray_metrics: bool = True
+    progress: str = "auto"  # auto | live | plain | off
+    rollouts: int = 64  # completions a step written to Parquet with decoded text; 0: none, -1: all
+    report: bool = True
+
+
+@dataclass
+class Config:
+    """The whole run. Settings people type most stand at the top level."""
+
+    experiment: str = "r1_zero"
+    stage: str = "rl"  # rl | pretrain
+    steps: int = 64
+    seed: int = 0
+    run_dir: str = ""
+    resume: str = "never"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+
+CHOICES = {
+    "stage": ("rl", "pretrain"),
+    "resume": ("never",),
+    "model.init": ("pretrained", "random"),
+    "model.dtype": ("float32", "bfloat16"),
+    "data.kind": ("arithmetic", "reasoning_gym", "files", "corpus"),
+    "data.template": ("r1_zero", "short", "none"),
+    "algorithm.normaliser": ("sequence_mean", "token_mean", "constant"),
+    "algorithm.kl": ("k1", "k2", "k3", "k3_iw"),
+    "algorithm.kl_placement": ("loss", "reward", "none"),
+    "algorithm.filter": ("none", "skip_dead"),
+    "reward.combine": ("sum", "product"),
+    "learner.zero_stage": (0, 1, 2, 3),
+    "optimizer.decay": ("constant", "cosine"),
+    "generator.weight_backend": ("object_store", "nccl"),
+    "logging.wandb": ("offline", "online", "disabled"),
+    "logging.progress": ("auto", "live", "plain", "off"),
+}
+# (key, smallest allowed value, whether that value itself is allowed)
+RANGES = (
+    ("steps", 0, True), ("seed", 0, True), ("rollout.prompts_per_step", 1, True), ("rollout.group_size", 1, True),
+    ("rollout.max_tokens", 1, True), ("rollout.temperature", 0, False), ("rollout.top_p", 0, False),
+    ("rollout.top_k", 0, True), ("rollout.max_staleness", 0, True), ("rollout.timeout_s", 0, False),
+    ("optimizer.lr", 0, True), ("optimizer.warmup_steps", 0, True), ("optimizer.grad_clip", 0, True),
+    ("optimizer.weight_decay", 0, True), ("optimizer.eps", 0, False), ("learner.ranks", 1, True),
+    ("learner.micro_batch_tokens", 1, True), ("learner.logprob_chunk_tokens", 1, True),
+    ("learner.updates_per_batch", 1, True), ("learner.timeout_s", 0, False), ("generator.count", 1, True),
+    ("generator.max_num_seqs", 1, True), ("generator.kv_cache_gib", 0, False), ("generator.bucket_mib", 1, True),
+    ("generator.sync_tolerance", 0, False), ("generator.mismatch_bound", 0, False), ("generator.restarts", 0, True),
+    ("generator.sync_timeout_s", 0, False), ("generator.start_timeout_s", 0, False), ("reference.count", 1, True),
+    ("reference.timeout_s", 0, False), ("reward.timeout_s", 0, False), ("reward.workers", 1, True),
+    ("reward.max_failure_share", 0, True), ("evaluation.every", 0, True), ("evaluation.samples", 1, True),
+    ("evaluation.samples_during", 1, True), ("evaluation.temperature", 0, False), ("data.heldout_size", 1, True),
+    ("data.max_prompt_tokens", 1, True), ("data.max_number", 1, True), ("algorithm.beta", 0, True),
+    ("algorithm.eps_low", 0, True), ("algorithm.eps_high", 0, True), ("cluster.object_store_mib", 80, True),
+    ("cluster.start_timeout_s", 0, False), ("logging.rollouts", -1, True),
+)
+
+
+def get(cfg: Config, key: str) -> Any:
+    """The value at a dotted key."""
+    for part in key.split("."):
+        cfg = getattr(cfg, part)
+    return cfg
+
+
+def keys(cfg: Any = Config, prefix: str = "") -> list[str]:
+    """All dotted keys of the schema, for suggestions in error messages."""
+    out: list[str] = []
+    cfg = cfg() if isinstance(cfg, type) else cfg
+    for f in fields(cfg):
+        value = getattr(cfg, f.name)
+        out += keys(value, f"{prefix}{f.name}.") if is_dataclass(value) else [prefix + f.name]
+    return out
+
+
+def context_length(cfg: Config) -> int | None:
+    """Positions the model has, in tokens; None where only the hub knows (checked again when the model loads)."""
+    if cfg.model.max_length:
+        return cfg.model.max_length
+    if cfg.model.init == "random":
+        return cfg.model.architecture.get("max_position_embeddings")
+    file = Path(cfg.model.path) / "config.json"
+    return json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
+
+
+def validate(cfg: Config) -> None:
+    """Raise ConfigError on the first setting that cannot work. Pure but for reading the model's config.json."""
+    for key, allowed in CHOICES.items():
+        if get(cfg, key) not in allowed:
+            raise ConfigError(key, get(cfg, key), f"expected one of {', '.join(map(str, allowed))}")
+    for key, low, inclusive in RANGES:
+        value = get(cfg, key)
+        if value < low or (value == low and not inclusive) or value != value:
+            raise ConfigError(key, value, f"expected {'at least' if inclusive else 'more than'} {low}")
+    _check_model(cfg)
+    _check_batches(cfg)
+    if cfg.stage == "rl":
+        _check_algorithm(cfg)
+        _check_sampling(cfg)
+        _check_reward(cfg)
+
+
+def _check_model(cfg: Config) -> None:
+    path = cfg.model.path
+    if cfg.model.init == "pretrained" and (path.startswith(("/", "./", "../", "~")) or cfg.model.name == "tiny"):
+        if not (Path(path).expanduser() / "config.json").is_file():
+            raise ConfigError("model.path", path, "expected a Hugging Face model directory with a config.json",
+                              "Give a path that exists, or a hub id.")
+    if cfg.stage == "pretrain" and cfg.data.kind != "corpus":
+        raise ConfigError("data.kind", cfg.data.kind, "stage=pretrain reads a corpus", "Set data=corpus.")
+    context, need = context_length(cfg), cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    if cfg.stage == "rl" and context is not None and context < need:
+        raise ConfigError(
+            "rollout.max_tokens", cfg.rollout.max_tokens,
+            f"the context of {cfg.model.name} is {context} tokens, but data.max_prompt_tokens="
+            f"{cfg.data.max_prompt_tokens} + rollout.max_tokens={cfg.rollout.max_tokens} = {need}",
+            "Lower one of the two, or choose a model with a longer context.")
+
+
+def _check_batches(cfg: Config) -> None:
+    r, lr = cfg.rollout, cfg.learner
+    if r.prompts_per_step % lr.updates_per_batch:
+        raise ConfigError("learner.updates_per_batch", lr.updates_per_batch,
+                          f"must divide rollout.prompts_per_step={r.prompts_per_step}, so that every optimizer step "
+                          "trains on whole groups", f"Use one of {_divisors(r.prompts_per_step)}.")
+    if cfg.samples_per_step // lr.updates_per_batch % lr.ranks:
+        raise ConfigError("learner.ranks", lr.ranks,
+                          f"must divide the {cfg.samples_per_step // lr.updates_per_batch} samples of an optimizer step "
+                          f"(rollout.prompts_per_step={r.prompts_per_step} x rollout.group_size={r.group_size} / "
+                          f"learner.updates_per_batch={lr.updates_per_batch})")
+    longest = cfg.data.max_prompt_tokens + r.max_tokens
+    if cfg.stage == "rl" and lr.micro_batch_tokens < longest:
+        raise ConfigError("learner.micro_batch_tokens", lr.micro_batch_tokens,
+                          f"one sample may have {longest} tokens (data.max_prompt_tokens + rollout.max_tokens)",
+                          f"Set it to {longest} or more.")
+
+
+def _check_algorithm(cfg: Config) -> None:
+    a = cfg.algorithm
+    if a.group_baseline and cfg.rollout.group_size < 2:
+        raise ConfigError("rollout.group_size", cfg.rollout.group_size,
+                          f"algorithm={a.name} uses the group's mean as its baseline and needs at least 2",
+                          "Raise rollout.group_size or choose an algorithm without a group baseline.")
+    if a.beta > 0 and a.kl_placement == "none":
+        raise ConfigError("algorithm.beta", a.beta, "a KL coefficient above 0 has no effect with "
+                          "algorithm.kl_placement=none", "Set algorithm.beta=0, or place the KL in loss or reward.")
+    if a.normaliser == "constant" and not (a.loss_constant and a.loss_constant > 0):
+        raise ConfigError("algorithm.loss_constant", a.loss_constant, "algorithm.normaliser=constant needs a "
+                          "positive divisor in tokens", "Usually rollout.max_tokens.")
+    if a.loss == "ppo_clip" and a.eps_low >= 1:
+        raise ConfigError("algorithm.eps_low", a.eps_low, "expected less than 1 (the ratio is clipped to 1 - eps_low)")
+
+
+def _check_sampling(cfg: Config) -> None:
+    r = cfg.rollout
+    if r.top_p > 1:
+        raise ConfigError("rollout.top_p", r.top_p, "expected a share in (0, 1]")
+    if r.top_p < 1 or r.top_k > 0:
+        key = "rollout.top_p" if r.top_p < 1 else "rollout.top_k"
+        raise ConfigError(key, get(cfg, key), "samples from a truncated distribution have no finite importance ratio "
+                          "to the policy that is trained", "Set rollout.top_p=1 and rollout.top_k=0.")
+    if cfg.generator.weight_backend == "nccl" and cfg.generator.gpus == 0:
+        raise ConfigError("generator.weight_backend", "nccl", "needs GPUs (generator.gpus > 0)",
+                          "Use generator.weight_backend=object_store.")
+    if r.max_staleness > 0 and cfg.algorithm.tis_cap is None and cfg.learner.updates_per_batch == 1:
+        raise ConfigError("rollout.max_staleness", r.max_staleness, "off-policy tokens need a correction",
+                          "Set algorithm.tis_cap=2 (truncated importance weights).")
+
+
+def _check_reward(cfg: Config) -> None:
+    if not cfg.reward.rules:
+        raise ConfigError("reward.rules", cfg.reward.rules, "expected at least one rule with a weight")
+    if cfg.reward.max_failure_share > 1:
+        raise ConfigError("reward.max_failure_share", cfg.reward.max_failure_share, "expected a share in [0, 1]")
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
