@@ -71,7 +71,7 @@ def dr_grpo(rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray) -> np.nd
 
 
 def rloo(rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """r - mean of the others of its group = G/(G-1) (r - mean) (Ahmadian et al., 2402.14740, section 2.2)."""
+    """r - mean of the others of its group = G/(G-1) (r - mean) (Ahmadian et al., 2402.14740)."""
     stats = group_stats(rewards, groups, valid)
     factor = stats.count / np.maximum(stats.count - 1, 1)
     return _centred(rewards, valid, stats) * factor[stats.index]
@@ -222,11 +222,19 @@ def dpo(log_ratios: np.ndarray, chosen: np.ndarray, groups: np.ndarray, beta: fl
     if not ((counts == 2) & (wins == 1)).all():
         bad = int(np.flatnonzero((counts != 2) | (wins != 1))[0])
         raise ValueError(
-            f"pair {ids[bad]} has {counts[bad]} answers, {int(wins[bad])} of them chosen: expected one chosen, one rejected"
+            f"pair {ids[bad]} has {counts[bad]} answers, {int(wins[bad])} of them chosen: expected one and one rejected"
         )
     sign = np.where(chosen, 1.0, -1.0)
     margin = beta * np.bincount(index, sign * np.asarray(log_ratios, dtype=np.float64), len(ids))
     return (sign * beta * np.exp(-np.logaddexp(0.0, margin))[index]).astype(np.float64)
+
+
+def overlong_penalty(lengths: np.ndarray, max_tokens: int, cache: int) -> np.ndarray:
+    """DAPO's soft overlong punishment (2503.14476, eq. 13), float64 [N] to be added to the rewards: 0 up to max_tokens
+    - cache tokens, then linear down to -1 at max_tokens. Raises ValueError unless 0 < cache <= max_tokens."""
+    if not 0 < cache <= max_tokens:
+        raise ValueError(f"overlong cache={cache} tokens: expected in (0, rollout.max_tokens={max_tokens}]")
+    return np.clip((max_tokens - cache - np.asarray(lengths, dtype=np.float64)) / cache, -1.0, 0.0)
 
 
 # -- normalisation over the whole batch ----------------------------------------------------------------------
@@ -266,7 +274,7 @@ class Moments:
 
 
 def whiten(tokens: Sequence[np.ndarray], valid: np.ndarray, moments: Moments | None = None) -> Ragged:
-    """(A - mean) / std over all tokens of valid samples (REINFORCE++ eq. 7); all equal gives 0; invalid samples give 0.
+    """(A - mean) / std over all tokens of valid samples; all equal gives 0; invalid samples give 0.
 
     ``moments``: of the whole optimizer step where ``tokens`` are only a part of it."""
     if moments is None:
@@ -312,7 +320,7 @@ def compute(
     if name not in NAMES:
         raise ValueError(f"algorithm.advantage={name!r} is not known: expected one of {', '.join(NAMES)}")
     needs = {
-        "kl": in_reward and kl is None,
+        "kl": in_reward and kl is None and name != "dpo",
         "lengths": name in TOKEN_LEVEL and lengths is None,
         "values": name == "gae" and values is None,
         "step_rewards and step_ends": name == "process" and (step_rewards is None or step_ends is None),
@@ -355,7 +363,7 @@ def _checked(rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray) -> tupl
     valid = np.asarray(valid, dtype=bool)
     if not rewards.shape == groups.shape == valid.shape or rewards.ndim != 1:
         raise ValueError(
-            f"rewards {rewards.shape}, groups {groups.shape} and valid {valid.shape} must be one-dimensional and equally long"
+            f"rewards {rewards.shape}, groups {groups.shape}, valid {valid.shape}: expected three arrays of one shape [N]"
         )
     if not np.isfinite(rewards[valid]).all():
         bad = int(np.flatnonzero(valid & ~np.isfinite(rewards))[0])

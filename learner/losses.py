@@ -35,8 +35,7 @@ def sample_weights(
     sample that is invalid or empty has weight 0 and enters no denominator: the step is normalised by what it trains on.
 
     - ``sequence_mean``: 1 / (n |o_i|), the mean over tokens, then over answers (DeepSeekMath eq. 3). With ``groups``
-      (int [N]):
-      over answers of a group, then over groups; the same unless group sizes differ.
+      (int [N]): over answers of a group, then over groups; the same unless group sizes differ.
     - ``token_mean``: 1 / sum_i |o_i| (DAPO eq. 8, over the step).
     - ``constant``: 1 / (n c), no length term (Dr. GRPO section 3.2).
 
@@ -71,7 +70,7 @@ def ppo_clip(cfg: Any, logprobs: Tensor, old: Tensor, adv: Tensor, mask: Tensor,
     """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) (PPO eq. 7; DeepSeekMath eq. 3; DAPO decouples the two
     bounds).
 
-    ``dual_clip`` c > 1 bounds the loss of tokens with A < 0 by -c A (Ye et al. 2020, eq. 5)."""
+    ``dual_clip`` c > 1 bounds the loss of tokens with A < 0 by -c A (Ye et al., 1912.09729)."""
     return _clipped(cfg, safe_exp(logprobs - old), adv, mask, stats)
 
 
