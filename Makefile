@@ -21,7 +21,7 @@ endif
 LOCK := requirements/$(if $(filter vllm,$(CHOSEN)),gpu,cpu).lock
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-compile
+PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-deps --no-compile
 DONE := $(VENV)/.done
 READY := $(DONE)/ready-$(CHOSEN)
 

@@ -24,7 +24,7 @@ def process_env(gpus: float = 0.0) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",  # a threaded tokenizer must not be forked
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "DEEPSPEED_LOG_LEVEL": "warning",
     }
     if gpus == 0:
