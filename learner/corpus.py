@@ -1,0 +1,162 @@
+"""The synthetic text the embedded base model is pre-trained on: arithmetic of mixed quality, as found on the web.
+
+A document is either a page of a notebook (plain lines of correct sums, no question and no tags) or a conversation in
+the `short` template. Conversations mix the habits of SHARES; the base model learns all of them, each about as often as
+it occurs here, and reinforcement learning later finds the one that pays. Conversations ask only questions of the train
+split, and no notebook line adds two numbers whose sum is a held-out question. (The first step of a longer train sum,
+12+34=46 in 12+34+5, may be such a pair; the question itself is then never asked.)
+
+Everything is a pure function of the seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.prompts import TEMPLATES, arithmetic_numbers, arithmetic_split, stable_rng
+
+NOTEBOOK_SHARE = 0.4  # of documents; the rest are conversations
+# Shares of the conversations, by habit.
+SHARES = {
+    "blurt": 0.55,  # an answer at once, mostly wrong
+    "steps": 0.20,  # running sums
+    "check": 0.05,  # running sums, a doubt, the sum again
+    "broken": 0.20,  # any of the above with a tag missing, no tags at all, or talk after the answer
+}
+BLURT_RIGHT = 0.12  # share of blurted answers that are right
+SLIP = 0.01  # chance that one running sum of a worked answer is wrong (and then carried on)
+FILLERS = ("easy", "hm", "ok", "fast", "sure")  # what a blurted answer says instead of working
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of the corpus. `prompt` is empty for a notebook page; `habit` names the generator that wrote it."""
+
+    prompt: str
+    completion: str
+    habit: str
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.completion
+
+
+def near_miss(rng: random.Random, value: int) -> int:
+    """A positive number near `value` but not it: the unit or the ten is off, as in hurried mental arithmetic."""
+    while True:
+        wrong = value + rng.choice((-20, -10, -9, -3, -2, -1, 1, 2, 3, 9, 10, 20))
+        if wrong > 0:
+            return wrong
+
+
+def running_sums(rng: random.Random, numbers: Sequence[int], slip: float = SLIP) -> tuple[str, int]:
+    """("12+34=46, 46+5=51", 51); each step is wrong with chance `slip`, and later steps carry the wrong number on."""
+    total, steps = numbers[0], []
+    for number in numbers[1:]:
+        result = total + number
+        if rng.random() < slip:
+            result = near_miss(rng, result)
+        steps.append(f"{total}+{number}={result}")
+        total = result
+    return ", ".join(steps), total
+
+
+def answer(thought: str, value: int) -> str:
+    return f"<think>{thought}</think><answer>{value}</answer>"
+
+
+def blurted(rng: random.Random, numbers: Sequence[int]) -> str:
+    total = sum(numbers)
+    value = total if rng.random() < BLURT_RIGHT else near_miss(rng, total)
+    return answer(rng.choice(FILLERS), value)
+
+
+def worked(rng: random.Random, numbers: Sequence[int]) -> str:
+    return answer(*running_sums(rng, numbers))
+
+
+def checked(rng: random.Random, numbers: Sequence[int]) -> str:
+    """Works, doubts, and works the last step again; the second time it is right."""
+    steps, total = running_sums(rng, numbers, slip=3 * SLIP)
+    before = total_before(steps)
+    return answer(f"{steps}, wait {before}+{numbers[-1]}={before + numbers[-1]}", before + numbers[-1])
+
+
+def total_before(steps: str) -> int:
+    """The running total the last step of "12+34=46, 46+5=51" starts from: 46."""
+    return int(steps.split(", ")[-1].split("+")[0])
+
+
+def broken(rng: random.Random, numbers: Sequence[int]) -> str:
+    """A blurted or worked answer whose format is not the one asked for."""
+    whole = (blurted if rng.random() < 0.6 else worked)(rng, numbers)
+    thought, value = whole.removeprefix("<think>").removesuffix("</answer>").split("</think><answer>")
+    return rng.choice((
+        f"{value}",
+        f"{thought}, so {value}",
+        f"<think>{thought}</think>{value}",
+        f"{thought}<answer>{value}</answer>",
+        f"<think>{thought}<answer>{value}</answer>",
+        f"<answer>{value}</answer>",
+        f"{whole} ok?",
+    ))
+
+
+HABITS = {"blurt": blurted, "steps": worked, "check": checked, "broken": broken}
+
+
+def conversation(rng: random.Random, terms: Sequence[int] = (2, 3, 4), max_number: int = 99) -> Document:
+    numbers = arithmetic_numbers(rng, "train", terms, max_number)
+    habit = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
+    prompt = TEMPLATES["short"].render("+".join(map(str, numbers)) + "=?")
+    return Document(prompt, HABITS[habit](rng, numbers), habit, tuple(numbers))
+
+
+def notebook(rng: random.Random, max_number: int = 99, lines: int = 6) -> Document:
+    """A page of correct sums, one a line, each a running total of up to three numbers plus one more."""
+    page: list[str] = []
+    while len(page) < lines:
+        total = sum(rng.randint(1, max_number) for _ in range(rng.randint(1, 3)))
+        number = rng.randint(1, max_number)
+        if total > max_number or arithmetic_split((total, number)) == "train":
+            page.append(f"{total}+{number}={total + number}")
+    return Document("", ", ".join(page), "notebook")
+
+
+def documents(seed: int, notebook_share: float = NOTEBOOK_SHARE) -> Iterator[Document]:
+    """The endless corpus of `seed`."""
+    rng = stable_rng("corpus", seed)
+    while True:
+        yield notebook(rng) if rng.random() < notebook_share else conversation(rng)
+
+
+def packed_batches(tokenizer: Any, seed: int, sequences: int, length: int) -> Iterator[np.ndarray]:
+    """Endless training batches, int32 [sequences, length]: documents back to back, each closed by <eos>.
+
+    Every sequence opens with a new document, as a prompt does when the model is used, and cuts its last one.
+    `tokenizer`: has `eos_token_id` and turns a list of texts into {"input_ids": list of lists}.
+    """
+    source = token_lists(tokenizer, documents(seed))
+    while True:
+        batch = np.empty((sequences, length), dtype=np.int32)
+        for row in batch:
+            ids: list[int] = []
+            while len(ids) < length:
+                ids += next(source)
+            row[:] = ids[:length]
+        yield batch
+
+
+def token_lists(tokenizer: Any, source: Iterator[Document], block: int = 512) -> Iterator[list[int]]:
+    """The ids of each document with <eos>, tokenised `block` documents at a time."""
+    while True:
+        texts = [document.text for document in itertools.islice(source, block)]
+        for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+            yield [*ids, tokenizer.eos_token_id]
