@@ -7,6 +7,7 @@ functions of plain integers, so a run resumed at a cursor draws exactly what an 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import random
@@ -251,7 +252,7 @@ def _reasoning_gym_dataset(get: Callable, split: str, fits: Callable[[Prompt], b
 
     name, template, seed = get("name", ""), get("template", "short"), get("seed", 0)
     if name not in DATASETS:
-        near = [n for n in sorted(DATASETS) if name[:4] and n.startswith(name[:4])] or sorted(DATASETS)[:8]
+        near = difflib.get_close_matches(name, DATASETS, n=5) or sorted(DATASETS)[:8]
         raise ValueError(f"data.name={name or '(empty)'}: not a reasoning-gym data set; for example {', '.join(near)}")
     options = dict(get("options", None) or {})
     source = reasoning_gym.create_dataset(name, **{**options, "seed": 0, "size": 2 * GYM_TRAIN_ITEMS})
