@@ -32,7 +32,7 @@ class GroupStats:
     count: np.ndarray  # valid samples
     mean: np.ndarray  # 0 where count is 0
     std: np.ndarray  # population; exactly 0 where the rewards are equal up to rounding
-    alive: np.ndarray  # bool: count >= 2 and std > 0, so that some advantage differs from 0
+    alive: np.ndarray  # bool: std > 0, for which it takes two valid samples
 
 
 def group_stats(rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray) -> GroupStats:
@@ -50,7 +50,7 @@ def group_stats(rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray) -> G
     scale = np.zeros(size)
     np.maximum.at(scale, index, np.abs(kept))
     std[std <= RELATIVE_FLOOR * scale] = 0.0
-    return GroupStats(ids, index, count.astype(np.int64), mean, std, (count >= 2) & (std > 0))
+    return GroupStats(ids, index, count.astype(np.int64), mean, std, std > 0)
 
 
 # -- sample-level advantages ---------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def _checked(rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray) -> tupl
     valid = np.asarray(valid, dtype=bool)
     if not rewards.shape == groups.shape == valid.shape or rewards.ndim != 1:
         raise ValueError(
-            f"rewards {rewards.shape}, groups {groups.shape}, valid {valid.shape}: expected three arrays of one shape [N]"
+            f"rewards {rewards.shape}, groups {groups.shape}, valid {valid.shape}: expected three of one shape [N]"
         )
     if not np.isfinite(rewards[valid]).all():
         bad = int(np.flatnonzero(valid & ~np.isfinite(rewards))[0])

@@ -17,8 +17,8 @@ from learner.config import AlgorithmConfig
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "conf" / "algorithm").glob("*.yaml"))
 NAMES = [
-    *("sft", "rft", "online_rft", "dpo", "ppo", "grpo", "grpo_process", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
-    *("dr_grpo", "dapo", "gspo", "cispo"),
+    *("sft", "rft", "online_rft", "dpo", "ppo", "grpo", "grpo_process", "rloo", "reinforce_pp"),
+    *("reinforce_pp_baseline", "dr_grpo", "dapo", "gspo", "cispo"),
 ]
 
 

@@ -72,6 +72,7 @@ def test_dynamic_sampling_by_hand():
     assert r.groups_to_draw(wanted=8, alive=0, finished=0, in_flight=16, limit=100) == 0  # already on the way
     assert r.groups_to_draw(wanted=8, alive=3, finished=14, in_flight=0, limit=100) == 20  # rate 4/16, 5 missing
     assert r.groups_to_draw(wanted=8, alive=3, finished=14, in_flight=0, limit=24) == 10  # bounded
+    assert r.groups_to_draw(wanted=8, alive=3, finished=14, in_flight=4, limit=24) == 6  # those in flight count
     assert r.groups_to_draw(wanted=8, alive=3, finished=24, in_flight=0, limit=24) == 0  # spent: train on three
     assert r.groups_to_draw(wanted=8, alive=9, finished=12, in_flight=0, limit=24) == 0
     assert r.split_surplus([7, 2, 9, 4], 3) == ([2, 4, 7], [9])
@@ -112,6 +113,9 @@ def test_prompt_history_by_hand_and_through_a_checkpoint():
     assert history.entries["a"]["dead"] == 2 and history.entries["a"]["visits"] == 2
     history.update("a", right=4, graded=8, regime="learnable", step=3)
     assert history.entries["a"]["dead"] == 0
+    assert history.pass_rate("a") == pytest.approx((4 + 1) / (6 + 8 + 2))
+    history.update("a", right=8, graded=8, regime="saturated", step=4)
+    assert history.pass_rate("a") == pytest.approx((2 + 8 + 1) / (7 + 8 + 2))
     weights = history.weights(["new", "a", "b"], floor=0.0)
     assert weights[0] == 1.0 and weights.argmin() == 2
     copy = r.PromptHistory.from_state(json.loads(json.dumps(history.state_dict())))
