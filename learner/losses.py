@@ -122,14 +122,14 @@ def policy_loss(
 
     ``logprobs`` [B, T] (requires grad), ``old_logprobs`` [B, T] (None: the policy itself, detached), ``advantages`` [B]
     or [B, T], ``weights`` [B] from `sample_weights`, ``mask`` [B, T] (1 = counts), ``ref_logprobs``, ``entropy``,
-    ``behaviour_logprobs`` [B, T]. What lies under mask 0 may be anything, infinities included. Each row holds one whole
+    ``behaviour_logprobs`` [B, T]. What lies under mask 0 or in rows of weight 0 may be anything and enters no statistic. Each row holds one whole
     answer.
 
     l = policy term * tis + beta * KL(kind) - entropy_coef * entropy, with tis = min(pi_old / pi_behaviour, tis_cap),
     detached (generator-learner mismatch; Yao et al. 2025). Raises ValueError when an input that cfg asks for is
     missing.
     """
-    keep = mask.bool()
+    keep = _trained(mask, weights)
     mask = keep.to(logprobs.dtype)
     logprobs = _clean(logprobs, keep)
     old = logprobs.detach() if old_logprobs is None else _clean(old_logprobs, keep)
@@ -187,7 +187,7 @@ def value_loss(
     policy_loss.
 
     The statistics hold what explained variance needs: see `advantages.explained_variance` for whole batches."""
-    keep = mask.bool()
+    keep = _trained(mask, weights)
     mask = keep.to(values.dtype)
     values, old_values, returns = _clean(values, keep), _clean(old_values, keep), _clean(returns, keep)
     square = (values - returns).square()
@@ -229,6 +229,11 @@ def _put(stats: Stats, name: str, value: Tensor, mask: Tensor) -> None:
     if picked.numel():
         total, low, high = torch.stack([picked.sum(), picked.min(), picked.max()]).tolist()
         stats[name] = (total, float(picked.numel()), low, high)
+
+
+def _trained(mask: Tensor, weights: Tensor) -> Tensor:
+    """bool [B, T]: tokens that count, of rows that count. A row of weight 0 is in no statistic, and cannot spoil the sum."""
+    return mask.bool() & (weights > 0)[:, None]
 
 
 def _clean(value: Tensor, keep: Tensor) -> Tensor:

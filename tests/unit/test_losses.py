@@ -145,6 +145,15 @@ def test_whatever_lies_in_the_padding_changes_nothing(name, seed):
         assert loss == clean[0] and (gradient == clean[1]).all() and stats == clean[2]
 
 
+def test_a_row_of_weight_zero_is_in_no_statistic_and_cannot_spoil_the_loss():
+    b, cfg = batch(0), AlgorithmConfig(beta=0.1)
+    clean = ours(cfg, b)
+    assert clean[2]["ratio"][1] == b["lengths"][b["valid"]].sum() < b["lengths"].sum()
+    dirty = {k: np.where(b["valid"][:, None], b[k], np.nan) for k in ("logprobs", "old", "ref", "adv")}
+    loss, gradient, stats = ours(cfg, b, **dirty)
+    assert loss == clean[0] and (gradient == clean[1]).all() and stats == clean[2]
+
+
 def test_clip_edges_by_hand():
     cfg = AlgorithmConfig(eps_low=0.25, eps_high=0.5)
     ratios = np.array([[0.5, 0.75, 1.0, 1.5, 2.0]])
