@@ -234,8 +234,8 @@ def _arithmetic_dataset(get: Callable, split: str, fits: Callable[[Prompt], bool
 
     longest = make_prompt("+".join([str(largest)] * max(terms)) + "=?", "", template, data_source="", task="math")
     if not fits(longest):
-        raise ValueError(f"data.max_prompt_tokens={get('max_prompt_tokens')}: the longest prompt of data.terms={terms}, "
-                         f"data.max_number={largest} does not fit; raise it or shorten data.template={template}")
+        raise ValueError(f"data.max_prompt_tokens={get('max_prompt_tokens')}: the longest prompt of data.terms={terms} "
+                         f"and data.max_number={largest} does not fit; raise it or shorten data.template={template}")
     if split == "heldout":
         return _first_distinct(make, get("heldout_size", 64), fits, name)
     return Dataset(name, None, make)

@@ -1,10 +1,9 @@
 """The synthetic text the embedded base model is pre-trained on: arithmetic of mixed quality, as found on the web.
 
-A document is either a page of a notebook (plain lines of correct sums, no question and no tags) or a conversation in
-the `short` template. Conversations mix the habits of SHARES; the base model learns all of them, each about as often as
-it occurs here, and reinforcement learning later finds the one that pays. Conversations ask only questions of the train
-split, and no notebook line adds two numbers whose sum is a held-out question. (The first step of a longer train sum,
-12+34=46 in 12+34+5, may be such a pair; the question itself is then never asked.)
+A document is either a page of a notebook (sums worked without a mistake; no question, no tags) or a conversation in the
+`short` template. Conversations mix the habits of SHARES; the base model learns all of them, each about as often as
+it occurs here, and reinforcement learning later finds the one that pays. Notebooks make the working reliable without
+making it frequent. Every sum, in both, is of the train split.
 
 Everything is a pure function of the seed.
 """
@@ -13,24 +12,25 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from actors.prompts import TEMPLATES, arithmetic_numbers, arithmetic_split, stable_rng
+from actors.prompts import TEMPLATES, arithmetic_numbers, stable_rng
 
 NOTEBOOK_SHARE = 0.4  # of documents; the rest are conversations
 # Shares of the conversations, by habit.
 SHARES = {
     "blurt": 0.55,  # an answer at once, mostly wrong
-    "steps": 0.20,  # running sums
-    "check": 0.05,  # running sums, a doubt, the sum again
+    "steps": 0.20,  # running sum
+    "check": 0.05,  # running sum, a doubt, the last step again
     "broken": 0.20,  # any of the above with a tag missing, no tags at all, or talk after the answer
 }
 BLURT_RIGHT = 0.12  # share of blurted answers that are right
-SLIP = 0.01  # chance that one running sum of a worked answer is wrong (and then carried on)
+SLIP = 0.01  # chance that one step of a worked answer is wrong (and then carried on)
 FILLERS = ("easy", "hm", "ok", "fast", "sure")  # what a blurted answer says instead of working
 
 
@@ -56,16 +56,23 @@ def near_miss(rng: random.Random, value: int) -> int:
             return wrong
 
 
-def running_sums(rng: random.Random, numbers: Sequence[int], slip: float = SLIP) -> tuple[str, int]:
-    """("12+34=46, 46+5=51", 51); each step is wrong with chance `slip`, and later steps carry the wrong number on."""
-    total, steps = numbers[0], []
-    for number in numbers[1:]:
-        result = total + number
+def parts(number: int) -> list[int]:
+    """Its tens and its units, those that are not 0: 34 -> [30, 4], 30 -> [30], 4 -> [4]."""
+    return [part for part in (number // 10 * 10, number % 10) if part]
+
+
+def running_sum(rng: random.Random, numbers: Sequence[int], slip: float = SLIP) -> tuple[str, int]:
+    """("12+30=42+4=46+5=51", 51) for 12+34+5: tens first, then units.
+
+    Each part is added wrongly with chance `slip`, and what follows carries the wrong number on.
+    """
+    total, text = numbers[0], str(numbers[0])
+    for part in (part for number in numbers[1:] for part in parts(number)):
+        total += part
         if rng.random() < slip:
-            result = near_miss(rng, result)
-        steps.append(f"{total}+{number}={result}")
-        total = result
-    return ", ".join(steps), total
+            total = near_miss(rng, total)
+        text += f"+{part}={total}"
+    return text, total
 
 
 def answer(thought: str, value: int) -> str:
@@ -79,19 +86,15 @@ def blurted(rng: random.Random, numbers: Sequence[int]) -> str:
 
 
 def worked(rng: random.Random, numbers: Sequence[int]) -> str:
-    return answer(*running_sums(rng, numbers))
+    return answer(*running_sum(rng, numbers))
 
 
 def checked(rng: random.Random, numbers: Sequence[int]) -> str:
-    """Works, doubts, and works the last step again; the second time it is right."""
-    steps, total = running_sums(rng, numbers, slip=3 * SLIP)
-    before = total_before(steps)
-    return answer(f"{steps}, wait {before}+{numbers[-1]}={before + numbers[-1]}", before + numbers[-1])
-
-
-def total_before(steps: str) -> int:
-    """The running total the last step of "12+34=46, 46+5=51" starts from: 46."""
-    return int(steps.split(", ")[-1].split("+")[0])
+    """Works, doubts, and adds the last part again; the second time it is right."""
+    text, _ = running_sum(rng, numbers, slip=3 * SLIP)
+    *_, before, last = re.findall(r"\d+", text)[:-1]
+    total = int(before) + int(last)
+    return answer(f"{text} wait {before}+{last}={total}", total)
 
 
 def broken(rng: random.Random, numbers: Sequence[int]) -> str:
@@ -119,15 +122,13 @@ def conversation(rng: random.Random, terms: Sequence[int] = (2, 3, 4), max_numbe
     return Document(prompt, HABITS[habit](rng, numbers), habit, tuple(numbers))
 
 
-def notebook(rng: random.Random, max_number: int = 99, lines: int = 6) -> Document:
-    """A page of correct sums, one a line, each a running total of up to three numbers plus one more."""
-    page: list[str] = []
-    while len(page) < lines:
-        total = sum(rng.randint(1, max_number) for _ in range(rng.randint(1, 3)))
-        number = rng.randint(1, max_number)
-        if total > max_number or arithmetic_split((total, number)) == "train":
-            page.append(f"{total}+{number}={total + number}")
-    return Document("", ", ".join(page), "notebook")
+def notebook(rng: random.Random, terms: Sequence[int] = (2, 3, 4), max_number: int = 99, lines: int = 2) -> Document:
+    """A page of sums worked without a mistake, one a line: "12+34+5: 12+30=42+4=46+5=51"."""
+    page = []
+    for _ in range(lines):
+        numbers = arithmetic_numbers(rng, "train", terms, max_number)
+        page.append(f"{'+'.join(map(str, numbers))}: {running_sum(rng, numbers, slip=0)[0]}")
+    return Document("", "\n".join(page), "notebook")
 
 
 def documents(seed: int, notebook_share: float = NOTEBOOK_SHARE) -> Iterator[Document]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from actors.prompts import arithmetic_split
+from actors.prompts import arithmetic_split, stable_rng
 from learner import corpus
 
 TAGS = r"<think>[^<]*</think><answer>(\d+)</answer>"
@@ -38,12 +38,27 @@ def test_only_train_questions_are_asked(conversations):
     assert all(page.prompt == f"User: {'+'.join(map(str, page.numbers))}=?\nAssistant: " for page in conversations)
 
 
-def test_no_notebook_line_is_a_heldout_question_and_every_line_is_right(pages):
-    lines = [re.findall(r"(\d+)\+(\d+)=(\d+)", page.text) for page in pages if page.habit == "notebook"]
-    for a, b, c in (map(int, line) for page in lines for line in page):
-        assert a + b == c
-        assert a > 99 or arithmetic_split((a, b)) == "train"
-    assert sum(map(len, lines)) > 1000
+def chain(text):
+    """("12+34:", "12+30=42+4=46") and the like -> [12], [30, 4], [42, 46]: start, parts, totals."""
+    start, *rest = re.split(r"[+=]", text)
+    return int(start), [int(part) for part in rest[::2]], [int(total) for total in rest[1::2]]
+
+
+def test_tens_come_before_units_and_zeros_are_left_out():
+    assert [corpus.parts(n) for n in (34, 30, 4)] == [[30, 4], [30], [4]]
+    assert corpus.running_sum(stable_rng(), [12, 34, 5], slip=0) == ("12+30=42+4=46+5=51", 51)
+
+
+def test_every_notebook_sum_is_of_the_train_split_and_right(pages):
+    lines = [line for page in pages if page.habit == "notebook" for line in page.text.split("\n")]
+    assert len(lines) > 1000
+    for line in lines:
+        question, working = line.split(": ")
+        numbers = [int(number) for number in question.split("+")]
+        start, parts, totals = chain(working)
+        assert arithmetic_split(numbers) == "train"
+        assert start == numbers[0] and sum(parts) == sum(numbers[1:])
+        assert totals == [start + sum(parts[: i + 1]) for i in range(len(parts))]
 
 
 def test_habits_occur_in_their_documented_shares(pages, conversations):
@@ -63,16 +78,16 @@ def test_blurted_answers_are_well_formed_short_and_mostly_wrong(conversations):
 
 
 def test_worked_answers_follow_from_their_steps_and_slips_are_rare(conversations):
-    worked = [page for page in conversations if page.habit == "steps"]
     steps = slips = 0
-    for page in worked:
-        lines = [tuple(map(int, line)) for line in re.findall(r"(\d+)\+(\d+)=(\d+)", page.completion)]
-        assert [line[1] for line in lines] == list(page.numbers[1:])
-        assert [line[0] for line in lines] == [page.numbers[0], *(line[2] for line in lines[:-1])]
-        assert re.fullmatch(TAGS, page.completion)[1] == str(lines[-1][2])
-        steps += len(lines)
-        slips += sum(a + b != c for a, b, c in lines)
-    assert slips / steps == pytest.approx(corpus.SLIP, abs=0.01)
+    for page in (page for page in conversations if page.habit == "steps"):
+        working, value = re.fullmatch(r"<think>([^<]*)</think><answer>(\d+)</answer>", page.completion).groups()
+        start, parts, totals = chain(working)
+        assert start == page.numbers[0] and sum(parts) == sum(page.numbers[1:])
+        assert totals[-1] == int(value)
+        steps += len(parts)
+        before = [start, *totals[:-1]]
+        slips += sum(a + b != c for a, b, c in zip(before, parts, totals, strict=True))
+    assert slips / steps == pytest.approx(corpus.SLIP, abs=0.005)
 
 
 def test_a_check_says_wait_and_answers_what_the_check_found(conversations):
