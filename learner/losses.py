@@ -122,8 +122,8 @@ def policy_loss(
 
     ``logprobs`` [B, T] (requires grad), ``old_logprobs`` [B, T] (None: the policy itself, detached), ``advantages`` [B]
     or [B, T], ``weights`` [B] from `sample_weights`, ``mask`` [B, T] (1 = counts), ``ref_logprobs``, ``entropy``,
-    ``behaviour_logprobs`` [B, T]. What lies under mask 0 or in rows of weight 0 may be anything and enters no statistic. Each row holds one whole
-    answer.
+    ``behaviour_logprobs`` [B, T]. What lies under mask 0 or in rows of weight 0 may be anything and enters no
+    statistic. Each row holds one whole answer.
 
     l = policy term * tis + beta * KL(kind) - entropy_coef * entropy, with tis = min(pi_old / pi_behaviour, tis_cap),
     detached (generator-learner mismatch; Yao et al. 2025). Raises ValueError when an input that cfg asks for is
@@ -232,7 +232,7 @@ def _put(stats: Stats, name: str, value: Tensor, mask: Tensor) -> None:
 
 
 def _trained(mask: Tensor, weights: Tensor) -> Tensor:
-    """bool [B, T]: tokens that count, of rows that count. A row of weight 0 is in no statistic, and cannot spoil the sum."""
+    """bool [B, T]: tokens that count, of rows that count: a row of weight 0 cannot spoil the sum either."""
     return mask.bool() & (weights > 0)[:, None]
 
 
