@@ -6,7 +6,6 @@ Standard library only. A variable that the user has set wins.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -39,8 +38,3 @@ def generator_env(kv_cache_gib: float, gpus: float = 0.0) -> dict[str, str]:
         # vLLM takes whole GiB. Compiling the log-prob gather costs 6-12 s at the first step and gains nothing here.
         defaults |= {"VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))), "TORCHDYNAMO_DISABLE": "1"}
     return process_env(gpus) | {name: os.environ.get(name, value) for name, value in defaults.items()}
-
-
-def has_compiler() -> bool:
-    """Whether DeepSpeed can compile an operator that set-up has not compiled yet."""
-    return shutil.which("g++") is not None

@@ -1,0 +1,1 @@
+"""Measurements: each result names its command, commit and machine."""
