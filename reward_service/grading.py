@@ -15,7 +15,7 @@ from reward_service import units
 from reward_service.mathexpr import equal
 from reward_service.mathtext import MONEY, Token, Unreadable, closing_brace, normalise, tokenise
 from reward_service.mathvalue import Assign, Based, Intervals, Relation, Seq, as_intervals, read_list, symbols_of
-from reward_service.rules import Grade, RewardItem, answer_block
+from reward_service.rules import Grade
 
 MAX_ANSWER = 20_000  # characters; a longer answer is compared as text only
 MAX_MEMBERS = 200
@@ -23,11 +23,14 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{\\]))")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathsf|boldsymbol)\s*\{([^{}]*)\}")
 _LEAD = re.compile(r"^(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:correct\s+|final\s+)?(?:answer|option|choice)"
                    r"(?:\s+is|\s*[:=])+\s*:?\s*", re.IGNORECASE)
+_TRIG = re.compile(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
-_LETTER_AND_TEXT = re.compile(r"(?:(?:option|choice|answer)\s+)?(?:\(([A-Za-z])\)|([A-Z])\s*[).:]|([A-Z])\s+[-–=]+)\s*(.*)",
-                              re.DOTALL | re.IGNORECASE)
+_LETTER_AND_TEXT = re.compile(
+    r"(?:(?:option|choice|answer)\s+)?(?:\(([a-z])\)|([a-z])\s*[).:]|([a-z])\s+[-–=]+)\s*(.*)",
+    re.DOTALL | re.IGNORECASE)
 _MORE_LETTERS = re.compile(r"(?:\bor\b|\band\b|,|/|;|&|\|)\s*\(?[A-J]\b|\([A-J]\)|\b[A-J]\)")
-_LETTER_IN_WORDS = re.compile(r"(?:\b(?:is|option|choice|answer)\b|[:：=]|答案|选|選|정답은|답은)[\s是为:：]*\(?([A-J])\)?(?![A-Za-z])")
+_LETTER_IN_WORDS = re.compile(
+    r"(?:(?i:\b(?:is|option|choice|answer)\b)|[:：=]|答案|选|選|정답은|답은)[\s是为:：]*\(?([A-J])\)?(?![A-Za-z])")
 _LETTER_UNIT = re.compile(r"(?<=[\d})])(\s*)((?:[mshglLNJWVKCFA])(?:\s*\^\s*(?:\{-?[1-4]\}|[1-4]))?"
                           r"(?:\s*/\s*(?:[mshlL]|kg)(?:\s*\^\s*(?:\{-?[1-4]\}|[1-4]))?)?)\s*\.?$")
 _BEYOND = re.compile(r"\\(?:int|sum|prod|lim|iint|oint|partial|nabla)(?![A-Za-z])")
@@ -51,7 +54,7 @@ class Reading:
 
 
 def last_box(text: str) -> str | None:
-    """Content of the last \\boxed{} or \\fbox{} with balanced braces; None without one. Raises Unreadable if unclosed."""
+    """Content of the last \\boxed{} or \\fbox{}, or None. Raises Unreadable if it is not closed."""
     matches = list(_BOX.finditer(text))
     if not matches:
         return None
@@ -78,9 +81,14 @@ def text_key(text: str) -> str:
     Upper and lower case differ beside digits, where they may be units or numerals.
     """
     text = _WRAPPER.sub(r" \1 ", text[:MAX_ANSWER * 4])
-    text = re.sub(r"\\[,;:! ]|\\[()\[\]]|[$\s]+", " ", text).strip(" .。!\"'“”`*")
+    text = re.sub(r"\\[,;:! ]|\\[()\[\]]|[$\s]+", " ", text).strip(" .。\"'“”`*")
     text = " ".join(_LEAD.sub("", text).split())
     return text if any(char.isdigit() for char in text) else text.casefold()
+
+
+def strip_lead(text: str) -> str:
+    """Without white space, math delimiters and a lead such as "The answer is"."""
+    return _LEAD.sub("", text.strip().strip("$").strip()).strip()
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
@@ -95,6 +103,8 @@ def read(text: str) -> Reading:
         plain = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", normalise(text))
         if any(ord(char) < 32 or char == "\x7f" for char in plain):
             raise Unreadable("control characters")
+        if _TRIG.search(plain):
+            plain = re.sub(r"\\deg(?![A-Za-z])", "°", plain)
         reading = _read_tokens(key, plain)
         lettered = _LETTER_UNIT.search(plain)
         if lettered and reading.value is not None:
@@ -116,11 +126,14 @@ def _read_tokens(key: str, plain: str) -> Reading:
 
 def _without_words(tokens: list[Token]) -> tuple[list[Token], list[str]]:
     """The tokens of the value, and the words around it. Raises Unreadable unless each list item states one thing."""
-    while tokens and tokens[-1].kind == "op" and tokens[-1].text in ".,;:!" and (
+    while tokens and tokens[-1].kind == "op" and tokens[-1].text in (*".,;:!", r"\row") and (
             tokens[-1].text != "!" or any(t.kind == "word" for t in tokens)):
         tokens = tokens[:-1]
     if not any(token.kind == "word" or token.text in ".:" for token in tokens):
         return tokens, []
+    if any(first.kind == "word" and second.text == "(" and not second.spaced
+           for first, second in zip(tokens, tokens[1:], strict=False)):
+        raise Unreadable("a call")
     math: list[Token] = []
     words: list[str] = []
     for part in _parts(tokens):
@@ -131,6 +144,8 @@ def _without_words(tokens: list[Token]) -> tuple[list[Token], list[str]]:
             raise Unreadable("more than one value is stated")
         if runs and len(runs[0]) == 1 and runs[0][0].kind == "sym" and said and len(tokens) > 1 + len(said):
             runs = []
+        if not runs and part[0].text == "or":
+            raise Unreadable("an alternative that is no value")
         words += said
         if runs:
             math += ([part[0]] if math and part[0].text in ",;or" and part[0].kind == "op" else []) + runs[0]
@@ -212,7 +227,7 @@ def compare(gold: Reading, answer: Reading) -> tuple[bool, str]:
 
 def _compare_values(gold: Reading, answer: Reading) -> tuple[bool, str]:
     same = same_value(gold.value, answer.value)
-    if not same and gold.percent and not answer.percent:
+    if not same and gold.percent and not answer.percent and not any(units.unit_of(list(answer.words))):
         same = same_value(_without_percent(gold.value), answer.value)
     if not same:
         return False, "the values differ"
@@ -403,6 +418,8 @@ def grade_math(answer: str, gold: str) -> Grade:
     reading = read(found)
     if reading.value is None:
         return Grade(0.0, shown, f"not read as one value: {reading.problem}")
+    if letter and reading.words:
+        return Grade(0.0, shown, "words that name no choice")
     same, why = compare(target, reading)
     return Grade(float(same), shown, f"{why}; read as {describe(reading)}")
 
@@ -431,11 +448,14 @@ def _grade_by_library(found: str, wanted: str) -> Grade:
     """Integrals, sums and limits in a gold: math-verify's parser on both, sympy's difference; both sides short."""
     if len(found) > 500 or len(wanted) > 500:
         return Grade(0.0, found[:500], "too long to evaluate")
+    import logging
+
     import sympy
     from math_verify import LatexExtractionConfig, parse
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarm is off: ours is the worker's
     config = [LatexExtractionConfig()]
-    sides = [parse(f"${text.strip('$ ')}$", config, fallback_mode="no_fallback", parsing_timeout=None)
+    sides = [parse(f"${text.strip('$ ')}$", config, fallback_mode="no_fallback", parsing_timeout=0)
              for text in (wanted, found)]
     if not sides[0] or not isinstance(sides[0][0], sympy.Expr):
         return Grade(0.0, found[:500], "the gold cannot be read", "ungradable")
@@ -443,16 +463,3 @@ def _grade_by_library(found: str, wanted: str) -> Grade:
         return Grade(0.0, found[:500], "not read as one value by math-verify")
     same = sympy.simplify(sides[0][0].doit() - sides[1][0].doit()) == 0
     return Grade(float(same), found[:500], f"read by math-verify as {str(sides[1][0])[:150]}")
-
-
-def grade(item: RewardItem) -> Grade:
-    """Verdict on the answer block of item.response against item.gold, by the item's task."""
-    block = answer_block(item.response)
-    if block is None:
-        return Grade(0.0, reason="no finished answer block after the reasoning")
-    try:
-        return grade_math(block, item.gold)
-    except Unreadable as error:
-        return Grade(0.0, block.strip()[:500], f"not read as one value: {error}")
-    except RecursionError:
-        return Grade(0.0, block.strip()[:500], "too deeply nested to evaluate")

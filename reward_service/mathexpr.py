@@ -20,7 +20,7 @@ OPEN = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle", r"\l
         r"\lceil": r"\rceil", r"\mat": r"\endmat"}
 CLOSE = set(OPEN.values())
 CONSTANTS = {r"\pi": ("c", "pi"), r"\infty": ("c", "inf")}
-PREFIXES = {"-", "+"}
+DEGREE = ("/", ("c", "pi"), ("n", Fraction(180)))
 DIGITS, PROOF_DIGITS = 60, 1000
 
 
@@ -109,7 +109,7 @@ class Parser:
         negative, count = False, 0
         while sign := self.accept("-", "+"):
             negative, count = negative ^ (sign == "-"), count + 1
-        if count > 2:
+        if count > 1:
             raise Unreadable("a run of signs")
         value = self.power()
         return ("-", value) if negative else value
@@ -136,8 +136,8 @@ class Parser:
         return ("-", value) if negative else value
 
     def postfix(self, value: Expr) -> Expr:
-        while mark := self.accept("!", "%"):
-            value = (mark, value)
+        while mark := self.accept("!", "%", "°"):
+            value = (mark, value) if mark != "°" else ("*", value, DEGREE)
         return value
 
     def atom(self) -> Expr:
@@ -181,10 +181,11 @@ class Parser:
     def _repeating(self, text: str, following: list[str]) -> Expr:
         if "." not in text:
             raise Unreadable("overline after an integer")
-        digits = following[2] if len(following) == 4 and following[1::2] == ["{", "}"] else ""
+        braced = len(following) == 4 and following[1::2] == ["{", "}"]
+        digits = following[2] if braced else "".join(following[1:2])
         if not digits.isdigit() or len(digits) > 50:
             raise Unreadable("overline over something that is not digits")
-        self.at += 4
+        self.at += 4 if braced else 2
         places = len(text.partition(".")[2])
         return ("n", number(text) + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places))
 
@@ -223,12 +224,11 @@ class Parser:
     def _argument(self) -> Expr:
         """Argument of \\frac or \\sqrt: a group, or one token (one digit of a numeral)."""
         token = self.peek()
-        if token.kind == "num" and token.text.isdigit() and len(token.text) > 1:
-            rest = Token("num", token.text[1:])
-            self.tokens[self.at : self.at + 1] = [Token("num", token.text[0]), rest]
-            self.at += 1
-            return ("n", Fraction(int(token.text[0])))
-        return self.atom()
+        if token.kind != "num" or not token.text.isdigit():
+            return self.atom()
+        self.tokens[self.at : self.at + 1] = [Token("num", digit) for digit in (token.text[0], token.text[1:]) if digit]
+        self.at += 1
+        return ("n", Fraction(int(token.text[0])))
 
     def _function(self, name: str) -> Expr:
         if name == "frac":
@@ -426,8 +426,8 @@ def _guarded(evaluator: _Evaluator, expr: Expr) -> Any:
 def equal(left: Expr, right: Expr) -> bool:
     """Exact equality of two expressions; of ones with symbols, as functions (at points where both are real).
 
-    Rational values are compared as fractions. Others must agree to DIGITS digits, and are then proved equal by sympy's
-    expansion or else by PROOF_DIGITS digits with no intermediate so extreme that it could hide in them.
+    Rational values are compared as fractions. Others must agree to PROOF_DIGITS digits, with no intermediate value so
+    small or so large that a difference could hide beyond them.
     """
     if left == right:
         return True
@@ -475,9 +475,6 @@ def _same(left: Expr, right: Expr, point: Mapping[str, Fraction]) -> bool:
         return first == second
     if not _close(first, second, DIGITS):
         return False
-    decided = None if point else _sympy_difference(left, right)
-    if decided is not None:
-        return decided
     pairs = [evaluate_watched(side, point, PROOF_DIGITS) for side in (left, right)]
     return not any(extreme for _, extreme in pairs) and _close(pairs[0][0], pairs[1][0], PROOF_DIGITS)
 
@@ -488,37 +485,3 @@ def _close(first: Any, second: Any, digits: int) -> bool:
     with mp.workdps(digits + 15):
         first, second = (mp.mpf(v.numerator) / v.denominator if isinstance(v, Fraction) else v for v in (first, second))
         return bool(abs(first - second) <= mp.mpf(10) ** -digits * max(abs(first), abs(second), 1))
-
-
-def _sympy_difference(left: Expr, right: Expr) -> bool | None:
-    """True or False if sympy's expansion decides whether left - right is zero, else None."""
-    import sympy
-
-    if sum(1 for _ in nodes(left)) + sum(1 for _ in nodes(right)) > 80:
-        return None
-    try:
-        difference = sympy.expand(_to_sympy(left) - _to_sympy(right))
-    except (KeyError, AttributeError, TypeError):
-        return None
-    if difference.is_Rational:
-        return difference == 0
-    return None
-
-
-def _to_sympy(expr: Expr) -> Any:
-    import sympy
-
-    head, rest = expr[0], expr[1:]
-    if head == "n":
-        return sympy.Rational(rest[0].numerator, rest[0].denominator)
-    if head == "c":
-        return {"pi": sympy.pi, "e": sympy.E, "i": sympy.I}[rest[0]]
-    if head == "f":
-        names = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "abs": "Abs", "ceil": "ceiling", "ln": "log"}
-        if rest[0] in ("log", "lg"):
-            return sympy.log(_to_sympy(rest[1]), 10)
-        name = names.get(rest[0], rest[0])
-        return getattr(sympy, "binomial" if name == "binom" else name)(*map(_to_sympy, rest[1:]))
-    values = [_to_sympy(child) for child in rest]
-    return {"+": lambda a, b: a + b, "*": lambda a, b: a * b, "/": lambda a, b: a / b, "^": lambda a, b: a**b,
-            "-": lambda a: -a, "%": lambda a: a / 100, "!": sympy.factorial}[head](*values)

@@ -93,6 +93,9 @@ def normalise(text: str) -> str:
         for pattern, new in _SPELLINGS:
             text = pattern.sub(new, text)
         text = re.sub(r"\\[\[\]()]", " ", text)
+    if "base" in text or "_" in text:
+        text = _BASE.sub(lambda m: f"_{{{_BASE_WORDS.get(m[1], m[1])}}}"
+                         if m[1].isdigit() or m[1] in _BASE_WORDS else m[0], text)
     if text.count("$") % 2:
         text = re.sub(r"\$(?=\s*-?[\d.])", "¤", text, count=1)
     return text.replace("$", " ").strip()
@@ -111,12 +114,16 @@ class Unreadable(ValueError):
     """The text is not one value of the grammar; the message says why."""
 
 
-_NUMBER = r"(?:(?<!\d,)[1-9]\d{0,2}(?:,\d{3})+(?![,.]?\d)|(?<!\d,)[1-9]\d{0,2}(?:,\d{3})+(?=\.\d)|\d+)(?:\.\d+|\.(?=\\overline))?|\.\d+"
+_NUMBER = r"(?:(?<!\d,)[1-9]\d{0,2}(?:,\d{3})+(?:(?![,.]?\d)|(?=\.\d))|\d+)(?:\.\d+|\.(?=\\overline))?|\.\d+"
 _SCAN = re.compile(
     rf"(?P<space>\s+)|(?P<num>(?:{_NUMBER})(?:[eE][+-]?\d+(?![\w.]))?)|(?P<name>[A-Za-z]+)"
     r"|(?P<text>\\(?:text|textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathsf|mathit|bf|rm|operatorname)"
     r"(?![A-Za-z])\*?\s*\{)|(?P<command>\\[A-Za-z]+|\\.)|(?P<foreign>[^\W\d_]+)|(?P<op>.)", re.DOTALL)
 _SMALL_POWER = re.compile(r"\s*\^\s*(?:\{\s*(-?\d)\s*\}|(-?\d))(?!\d)|(?<=[cmkd]m|ft)([23])(?!\d)")
+_PER = re.compile(r"\s*/\s*([smhlLg](?:\^\{?[1-4]\}?)?)(?![A-Za-z(])")
+_BASE = re.compile(r"(?<=[\dA-Fa-f])\s*(?:_\s*\{?\s*\\text\{\s*|_\{\s*|(?:in\s+)?base[\s-]*)(\d+|[a-z]+)(?:\s*\}){0,2}")
+_BASE_WORDS = {word: str(base) for base, word in enumerate(
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split(), 2)}
 _CONSTANTS = {"pi": r"\pi", "inf": r"\infty", "infty": r"\infty", "infinity": r"\infty", "Infinity": r"\infty"}
 MONEY = "¤€£¥₩₹"
 
@@ -169,6 +176,10 @@ def tokenise(text: str, is_unit, prose: bool = False) -> list[Token]:
                 digits = next(filter(None, power.groups()))
                 out[-1] = Token("word", f"{out[-1].text}^{digits}", out[-1].spaced)
                 position = power.end()
+            per = _PER.match(text, position)
+            if per and is_unit(out[-1].text.partition("^")[0]):
+                out.append(Token("word", per.group(1)))
+                position = per.end()
         spaced = False
     return out
 

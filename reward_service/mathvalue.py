@@ -171,10 +171,12 @@ def _relation(tokens: list[Token], depth: int):
 
 def _left_name(tokens: list[Token]) -> str:
     texts = [token.text for token in tokens]
-    if not tokens or tokens[0].kind != "sym":
+    if not tokens or tokens[0].kind != "sym" and texts[0] != "(":
         return ""
-    if len(tokens) == 1 or (len(tokens) == 4 and texts[1] == "(" and texts[3] == ")" and tokens[2].kind == "sym"):
+    if tokens[0].kind == "sym" and len(tokens) == 1 or (len(tokens) == 4 and texts[1] == "(" and texts[3] == ")" and tokens[2].kind == "sym"):
         return texts[0]
+    if texts[0] == "(" and texts[-1] == ")" and all(t.kind == "sym" or t.text in "(,)" for t in tokens):
+        return "".join(texts)
     subscript = "".join(texts[1:]).strip("_{}")
     return f"{texts[0]}_{subscript}" if texts[1] == "_" and len(tokens) <= 5 and subscript.isalnum() else ""
 
@@ -214,6 +216,8 @@ def _union(values: list):
 
 def _based(tokens: list[Token]) -> Based | None:
     cut = next((index for index, token in enumerate(tokens) if token.text == "_" and token.kind == "op"), 0)
+    if any(token.kind not in ("num", "sym", "word") for token in tokens[:cut]) or len(tokens) - cut not in (2, 4):
+        return None
     digits = "".join(token.text for token in tokens[:cut]).upper()
     base = "".join(token.text for token in tokens[cut + 1:]).strip("{}()")
     if not (cut and digits.isalnum() and digits.isascii() and base.isdigit() and 2 <= int(base[:3]) <= 36):
@@ -231,8 +235,10 @@ def _bracketed(tokens: list[Token], depth: int):
         return REALS if [token.text for token in tokens] == [r"\reals"] else (
             Seq("list", ()) if [token.text for token in tokens] == [r"\emptyset"] else None)
     opening, closing, inner = tokens[0].text, tokens[-1].text, tokens[1:-1]
-    if closing not in CLOSE or opening == "{" or not _spans(tokens):
+    if closing not in CLOSE or not _spans(tokens):
         return None
+    if opening == "{":
+        return read_list(inner, depth + 1) if len(split(inner, {","})) > 1 else None
     if opening == r"\mat":
         rows = [tuple(Parser(cell, depth).whole() for cell in split(row, {"&"}))
                 for row in split(inner, {r"\row"}) if row]

@@ -103,9 +103,9 @@ Rule = Callable[[RewardItem, Mapping[str, Any], Mapping[str, float]], "float | G
 
 def accuracy_rule(item: RewardItem, options: Mapping[str, Any], parts: Mapping[str, float]) -> Grade:
     """Verdict of the item's task: 1.0 right, 0.0 wrong."""
-    from reward_service import grading
+    from reward_service import tasks  # here, since tasks builds on this module
 
-    return grading.grade(item)
+    return tasks.grade(item, options)
 
 
 RULES: dict[str, Rule] = {

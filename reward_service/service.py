@@ -7,23 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from actors.records import SCORED as REWARD
 from reward_service.pool import RewardPool, RewardPoolError
 from reward_service.rules import RewardItem, RewardResult
 
 __all__ = ["REWARD", "RewardItem", "RewardPool", "RewardPoolError", "RewardResult", "RewardService"]
-
-REWARD = pa.schema([
-    ("group_id", pa.int64()),
-    ("sample_index", pa.int32()),
-    ("reward", pa.float64()),  # null unless status is "ok"
-    ("parts", pa.map_(pa.string(), pa.float64())),
-    ("accuracy", pa.float64()),
-    ("format", pa.float64()),
-    ("status", pa.string()),
-    ("extracted", pa.string()),
-    ("reason", pa.string()),
-])
-
 
 def _arrow_text(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates are not valid in Arrow

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 _UNITS = """
-mm millimeter millimetre 毫米|cm centimeter centimetre 厘米 公分 센티미터|dm decimeter decimetre|m meter metre 米 公尺 미터
+mm millimeter millimetre 毫米|cm centimeter centimetre 厘米 公分 센티미터
+dm decimeter decimetre|m meter metre 米 公尺 미터
 km kilometer kilometre 公里 千米 킬로미터|inch inches 英寸|ft foot feet 英尺|yd yard|mi mile 英里|nm nanometer
 mg milligram 毫克|g gram gramme 克 그램|kg kilogram kilo 公斤 千克 킬로그램|t tonne ton 吨 톤|lb lbs pound|oz ounce
-ms millisecond|s sec second 秒 초|min minute 分钟 분|h hr hrs hour 小时 時間 시간|day 天 일|week wk 周|month 个月|year yr 年 년
+ms millisecond|s sec second 秒 초|min minute 分钟 분|h hr hrs hour 小时 時間 시간
+day 天 일|week wk 周|month 个月|year yr 年 년
 l liter litre 升 리터|ml milliliter millilitre 毫升|gal gallon|cup|pint|quart|tsp teaspoon|tbsp tablespoon
-usd dollar buck ¤ 美元 달러|cent ¢ 美分|eur euro € 欧元 유로|gbp £|jpy yen 円 日元 ¥|cny yuan rmb 元 人民币 块|krw won 원 ₩
+usd dollar buck ¤ 美元 달러|cent ¢ 美分|eur euro € 欧元 유로|gbp £|jpy yen 円 日元 ¥
+cny yuan rmb 元 人民币 块|krw won 원 ₩
 inr rupee rs ₹|degree deg degrees 度 도|rad radian|mph|kph|hz hertz|khz|mhz|n newton|j joule|kj|w watt|kw|v volt
 ampere amp|k kelvin|c celsius|f fahrenheit|pa pascal|kpa|atm|mol mole|am a.m|pm p.m|kb|mb|gb|tb|bit|byte|acre|ha hectare
 dozen|score|pair|个 人 名 개 명|bpm|rpm|cal calorie|kcal|ohm|db
@@ -25,7 +28,8 @@ x's where let yes ok final: cost costs price takes needs makes gives equals unit
 _HEDGES = """
 not maybe perhaps possibly probably approximately approx about around roughly nearly almost least most less more fewer
 than between either neither nor except never guess guesses unknown undefined idk false true nan none null unsure
-either somewhere over under above below up least infinite no cannot can't isn't never wrong incorrect 或者 可能 大约 不是 约 아마 아니 약
+either somewhere over under above below up least infinite no cannot can't isn't never wrong incorrect
+或者 可能 大约 不是 约 아마 아니 약
 """
 
 
