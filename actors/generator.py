@@ -13,45 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import ray
 
 from actors import weight_transfer
-from actors.records import ROLLOUT, GroupMeta, SamplingParams, check_rollout
-from actors.weight_transfer import Entry, WeightSyncError
-
-
-@dataclass(frozen=True)
-class GroupRequest:
-    """A prompt and the seeds of its completions: `seeds[i]` alone decides what sample i draws."""
-
-    group_id: int
-    prompt_id: str
-    prompt_ids: list[int]
-    seeds: list[int]
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Parameters in the object store: `ref` is a uint8 array holding `entries`; `digest` its checksum."""
-
-    ref: ray.ObjectRef
-    entries: list[Entry]
-    digest: str
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Sequences with the learner's log-probs of ids[1:]; the generator must find the same within `tolerance`."""
-
-    ids: list[list[int]]
-    logprobs: list[np.ndarray]
-    tolerance: float
+from actors.records import ROLLOUT, Bucket, GroupMeta, GroupRequest, Probe, check_rollout
+from actors.weight_transfer import WeightSyncError
 
 
 @dataclass
@@ -280,18 +250,3 @@ def engine_args(generator: Any, model_path: str, dtype: str, max_length: int, on
         # vLLM rewinds a request's random generator after part of a prompt, which torch's CPU generator cannot do.
         args.update(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_length))
     return args
-
-
-def environment(generator: Any) -> dict[str, str]:
-    """Variables a generator's process needs before vLLM is imported (why: docs/architecture.md, "Generators")."""
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": f"{generator.kv_cache_gib:g}",
-           "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
-           "VLLM_DO_NOT_TRACK": "1"}
-    if generator.threads:
-        env["OMP_NUM_THREADS"] = str(generator.threads)
-    return env
-
-
-def describe(request: GroupRequest) -> dict[str, Any]:
-    """A request as plain data, for error messages and logs (ids left out)."""
-    return {k: v for k, v in asdict(request).items() if k not in ("prompt_ids", "seeds")}

@@ -15,9 +15,11 @@ One row of ROLLOUT is one completion:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 STATUSES = ("ok", "error", "timeout", "ungradable")
 FINISH_REASONS = ("stop", "length")
@@ -73,7 +75,6 @@ class RecordError(ValueError):
 class SamplingParams:
     """How completions are drawn. `temperature` > 0; `max_tokens` bounds one completion, in tokens."""
 
-    n: int
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
@@ -92,6 +93,59 @@ class GroupMeta:
     version_min: int
     version_max: int
     generator: str = ""
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """A prompt and the seeds of its completions: `seeds[i]` alone decides what sample i draws."""
+
+    group_id: int
+    prompt_id: str
+    prompt_ids: list[int]
+    seeds: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter inside a bucket: Hugging Face name, torch dtype name, shape, byte offset."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters in the object store: `ref` is a uint8 array holding `entries`; `digest` its checksum."""
+
+    ref: Any
+    entries: list[Entry]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Sequences with the learner's log-probs float32 of ids[1:]; a generator must find the same within `tolerance`."""
+
+    ids: list[list[int]]
+    logprobs: list[np.ndarray]
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Published:
+    """One version of the policy, whole: what every generator loads and proves."""
+
+    version: int
+    buckets: list[Bucket]
+    probe: Probe
+
+
+def checksum(buffer: np.ndarray) -> str:
+    """xxh3-128 of a contiguous uint8 array, as hex."""
+    return xxhash.xxh3_128_hexdigest(memoryview(buffer))
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema, name: str) -> pa.RecordBatch:

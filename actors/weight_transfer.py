@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -24,26 +23,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from actors.records import Entry, checksum
+
 BACKEND = "object_store"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter inside a bucket: Hugging Face name, torch dtype name, shape, byte offset."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
 
 
 class WeightSyncError(RuntimeError):
     """Weights arrived damaged, or the generator does not compute what the learner computes."""
-
-
-def checksum(buffer: np.ndarray) -> str:
-    """xxh3-128 of a contiguous uint8 array, as hex."""
-    return xxhash.xxh3_128_hexdigest(memoryview(buffer))
 
 
 @dataclass

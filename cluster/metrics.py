@@ -269,12 +269,15 @@ class MetricLog:
             self.gauges[name].set(value)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Flush every sink. `summary` becomes wandb's run summary."""
+        """Flush every sink; safe to call twice. `summary` becomes wandb's run summary."""
         self.file.close()
         if self.wandb_run is not None:
             self.wandb_run.summary.update(dict(summary or {}))
             self.wandb_run.finish()
             self.wandb_run = None
+            import wandb
+
+            wandb.teardown()  # its helper process ends here, not in an exit hook after the run has cleaned up
 
 
 def describe(written: str) -> Metric:

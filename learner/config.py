@@ -86,7 +86,7 @@ class AlgorithmConfig:
 
 @dataclass
 class RewardConfig:
-    rules: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "format": 1.0})
+    rules: dict[str, float] = field(default_factory=dict)
     combine: str = "sum"  # sum | product
     timeout_s: float = 10.0  # hard deadline of one item
     workers: int = 1
@@ -221,7 +221,7 @@ CHOICES = {
     "model.init": ("pretrained", "random"),
     "model.dtype": ("float32", "bfloat16"),
     "data.kind": ("arithmetic", "reasoning_gym", "files", "corpus"),
-    "data.template": ("r1_zero", "short", "none"),
+    "data.template": ("r1_zero", "short"),
     "algorithm.normaliser": ("sequence_mean", "token_mean", "constant"),
     "algorithm.kl": ("k1", "k2", "k3", "k3_iw"),
     "algorithm.kl_placement": ("loss", "reward", "none"),
@@ -300,7 +300,7 @@ def validate(cfg: Config) -> None:
 
 def _check_model(cfg: Config) -> None:
     path = cfg.model.path
-    if cfg.model.init == "pretrained" and (path.startswith(("/", "./", "../", "~")) or cfg.model.name == "tiny"):
+    if cfg.model.init == "pretrained" and path.startswith(("/", "./", "../", "~")):
         if not (Path(path).expanduser() / "config.json").is_file():
             raise ConfigError("model.path", path, "expected a Hugging Face model directory with a config.json",
                               "Give a path that exists, or a hub id.")
@@ -323,8 +323,8 @@ def _check_batches(cfg: Config) -> None:
                           "trains on whole groups", f"Use one of {_divisors(r.prompts_per_step)}.")
     if cfg.samples_per_step // lr.updates_per_batch % lr.ranks:
         raise ConfigError("learner.ranks", lr.ranks,
-                          f"must divide the {cfg.samples_per_step // lr.updates_per_batch} samples of an optimizer step "
-                          f"(rollout.prompts_per_step={r.prompts_per_step} x rollout.group_size={r.group_size} / "
+                          f"must divide the {cfg.samples_per_step // lr.updates_per_batch} samples of an optimizer "
+                          f"step (rollout.prompts_per_step={r.prompts_per_step} x rollout.group_size={r.group_size} / "
                           f"learner.updates_per_batch={lr.updates_per_batch})")
     longest = cfg.data.max_prompt_tokens + r.max_tokens
     if cfg.stage == "rl" and lr.micro_batch_tokens < longest:

@@ -1,0 +1,151 @@
+"""`python -m learner.main +experiment=NAME key=value ...`: read the settings, check them, run.
+
+Nothing heavy is imported before the settings are known to be right, so a mistake is answered in a second or two.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from learner.config import Config, ConfigError, keys, validate
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+EMBEDDED = "embedded:"  # model.path prefix: a model that ships with the package
+HYDRA_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--multirun", "-m",
+               "--resolve", "--package", "-p"}
+# What a value that is not a file of the group stands for: group -> (file to use, key that takes the value).
+FREE_VALUES = {"model": ("hub", "model.path"), "cluster": ("auto", "cluster.address")}
+
+
+def rewrite(argv: list[str]) -> list[str]:
+    """Short forms: model=PATH, data=NAME or FILE, cluster=ADDRESS, experiment=NAME."""
+    out = []
+    for arg in argv:
+        key, eq, value = arg.partition("=")
+        if not eq or (key in ("model", "data", "cluster") and (CONF / key / f"{value}.yaml").is_file()):
+            out.append(arg)
+        elif key == "experiment":
+            out.append(f"+{arg}")
+        elif key in FREE_VALUES:
+            file, target = FREE_VALUES[key]
+            out += [f"{key}={file}", f"{target}={value}"]
+        elif key == "data":
+            files = value.endswith((".parquet", ".jsonl", ".json")) or "/" in value
+            out += ["data=files", f"data.path={value}"] if files else ["data=reasoning_gym", f"data.name={value}"]
+        else:
+            out.append(arg)
+    return out
+
+
+def load(argv: list[str]) -> Config:
+    """The checked configuration of these overrides. Raises ConfigError naming the key, its value and the cure."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_schema()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return finish(compose("config", overrides=rewrite(argv)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, argv) from error
+
+
+def register_schema() -> None:
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def finish(node: Any) -> Config:
+    """A composed node as a typed, checked Config."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue
+
+    try:
+        cfg: Config = OmegaConf.to_object(node)  # type: ignore[assignment]
+    except MissingMandatoryValue as error:
+        raise ConfigError(getattr(error, "full_key", "") or "model.path", "???", "must be given") from error
+    if cfg.model.path.startswith(EMBEDDED):
+        cfg.model.path = str(ROOT / "learner" / "assets" / cfg.model.path.removeprefix(EMBEDDED))
+    validate(cfg)
+    return cfg
+
+
+def explain(error: Exception, argv: list[str]) -> ConfigError:
+    """A Hydra or OmegaConf error as one sentence that names the key and what could have been meant."""
+    cause = error.__cause__ or error
+    text = " ".join(f"{error} {error.__cause__ or ''}".split())
+    key = getattr(cause, "full_key", None) or _first(r"full_key: (\S+)", text) or _first(r"override '([^']+)'", text)
+    value = next((a.partition("=")[2] for a in argv if a.lstrip("+~").partition("=")[0] == key), "")
+    if "is not in struct" in text or "Could not override" in text or "Key" in text and "not in" in text:
+        near = nearest(key or "")
+        hint = f"Did you mean {near}?" if near else "Settings: docs/configuration.md."
+        return ConfigError(key or "?", value, "unknown setting", hint)
+    group = re.search(r"Could not find '([^']+)'|In '[^']+': Could not find '([^']+)'", text)
+    if group:
+        name = group.group(1) or group.group(2)
+        folder = CONF / name.rpartition("/")[0]
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) if folder.is_dir() else ""
+        return ConfigError(name.rpartition("/")[0] or name, name.rpartition("/")[2], f"expected one of {known}")
+    if "could not be converted" in text or "Value" in text:
+        expected = _first(r"could not be converted to (\w+)", text)
+        return ConfigError(key or "?", value, f"expected a value of type {expected}" if expected else text)
+    return ConfigError(key or "settings", value or " ".join(argv), text)
+
+
+def nearest(key: str) -> str | None:
+    """The known key most like `key`: one of the same group by its last word, else any by the whole."""
+    group, _, last = key.rpartition(".")
+    same = {k.rpartition(".")[2]: k for k in keys() if k.rpartition(".")[0] == group}
+    found = difflib.get_close_matches(last, same, 1, 0.4)
+    return same[found[0]] if found else next(iter(difflib.get_close_matches(key, keys(), 1, 0.6)), None)
+
+
+def _first(pattern: str, text: str) -> str | None:
+    found = re.search(pattern, text)
+    return found.group(1) if found else None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 done, 2 wrong settings, 1 the run failed, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    if HYDRA_FLAGS & set(argv):
+        return hydra_main(argv)
+    try:
+        cfg = load(argv)
+    except ConfigError as error:
+        print(f"volley: error: {error}", file=sys.stderr)
+        return 2
+    from learner.run import execute
+
+    return execute(cfg)
+
+
+def hydra_main(argv: list[str]) -> int:
+    """--help, --cfg job, --multirun ...: Hydra's own application."""
+    import hydra
+
+    register_schema()
+    sys.argv = [sys.argv[0], *rewrite(argv)]
+
+    def job(node: Any) -> None:
+        from learner.run import execute
+
+        status = execute(finish(node))
+        if status:
+            raise SystemExit(status)
+
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

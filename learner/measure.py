@@ -1,0 +1,79 @@
+"""The metrics of one step, from per-sample scalars: pure. Names and units: cluster/metrics.py, docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cluster.metrics import LOSS_NAMES, Stat
+from learner import regimes
+from learner.assemble import Assembled, Scores
+
+STATUS_NAMES = ("ok", "error", "timeout", "ungradable")
+
+
+def step_metrics(groups: Sequence[Any], scores: Scores, batch: Assembled, result: dict[str, Any] | None,
+                 synced: dict[str, float], timing: dict[str, float], version: int, books: dict[str, int],
+                 restarts: int) -> dict[str, float | Stat]:
+    """name -> value of everything logged in a step. `groups` have .meta (GroupMeta)."""
+    metas = [g.meta for g in groups]
+    lengths = np.concatenate([m.lengths for m in metas])
+    prompts = np.array([m.prompt_tokens for m in metas])
+    values: dict[str, float | Stat] = {
+        "response_length": Stat.of(lengths.tolist()), "prompt_length": Stat.of(prompts.tolist()),
+        "response_length/clip_ratio": float(np.mean([r == "length" for m in metas for r in m.finish_reasons])),
+        "advantage": Stat.of(batch.advantages.tolist()),
+        "perf/total_num_tokens": float(lengths.sum() + sum(m.prompt_tokens * len(m.lengths) for m in metas)),
+        "training/policy_version": float(version), "generator/restarts": float(restarts),
+        "training/staleness": Stat.of([float(m.version_max - m.version_min) for m in metas]),
+        **{f"groups/{k}": float(v) for k, v in books.items()},
+        **{f"timing_s/{k}": v for k, v in timing.items()},
+        **{f"regime/{k}": v for k, v in regimes.shares(batch.regimes).items()},
+        **reward_metrics(metas, scores),
+    }
+    if result:
+        values |= learner_metrics(result)
+    if synced:
+        values["sync/logprob_max_abs_diff"] = synced["probe_max_abs_diff"]
+        values["sync/bytes"] = synced["bytes"]
+    return values
+
+
+def reward_metrics(metas: Sequence[Any], scores: Scores) -> dict[str, float | Stat]:
+    """Rewards of ok samples only; the shares of all statuses; the groups without variance."""
+    ok = scores.valid
+    values: dict[str, float | Stat] = {
+        f"reward/{s}_share": float(np.mean([t == s for t in scores.statuses])) for s in STATUS_NAMES}
+    if ok.any():
+        values["reward"] = Stat.of(scores.rewards[ok].tolist())
+    for name, column in (("accuracy", scores.accuracy), ("format", scores.format)):
+        known = column[ok & ~np.isnan(column)]
+        if len(known):
+            values[f"reward/{name}"] = Stat.of(known.tolist())
+    for name in sorted({k for p in scores.parts for k in p}):
+        values[f"reward_part/{name}"] = Stat.of([p[name] for p, good in zip(scores.parts, ok, strict=True)
+                                                 if good and name in p])
+    stds, start = [], 0
+    for m in metas:
+        mine = slice(start, start + len(m.lengths))
+        start += len(m.lengths)
+        if ok[mine].any():
+            stds.append(float(np.std(scores.rewards[mine][ok[mine]])))
+    values["reward/group_std"] = Stat.of(stds)
+    values["reward/zero_std_share"] = float(np.mean([s < 1e-8 for s in stds])) if stds else 1.0
+    return values
+
+
+def learner_metrics(result: dict[str, Any]) -> dict[str, float | Stat]:
+    stats, steps = result["stats"], result["steps"]
+    values: dict[str, float | Stat] = {
+        LOSS_NAMES[name]: Stat(*stat) for name, stat in stats.items() if name in LOSS_NAMES}
+    values["actor/loss"] = stats["loss"][0] / len(steps)
+    values["actor/grad_norm"] = Stat.of([s["grad_norm"] for s in steps])
+    values["actor/lr"] = steps[-1]["learning_rate"]
+    values["actor/skipped_steps"] = float(sum(s["skipped"] for s in steps))
+    if "mismatch" in stats:
+        values["training/rollout_logprob_diff"] = Stat(*stats["mismatch"])
+    return values

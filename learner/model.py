@@ -1,0 +1,126 @@
+"""The policy as a torch module: log-probs of given tokens, and entropy, without ever holding [tokens, vocabulary].
+
+Sequences are padded on the right and carry no attention mask: under a causal mask nothing that counts can see what
+comes after it, so the width of the padding changes no value (DESIGN invariant 2).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# Output heads that scale or cap logits would need the same here; refused rather than computed wrongly.
+UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+class ModelError(RuntimeError):
+    """The model cannot be loaded or used as configured; the message says which setting to change."""
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward gives log-probs of chosen tokens.
+
+    `chunk` bounds how many rows of the [tokens, vocabulary] matrix exist at once, forward and backward.
+    """
+
+    def __init__(self, model: nn.Module, chunk: int) -> None:
+        super().__init__()
+        for name in UNSUPPORTED:
+            if getattr(model.config, name, None) not in (None, 1, 1.0):
+                raise ModelError(f"model.path: config.{name}={getattr(model.config, name)}: models that rescale their "
+                                 "logits are not supported. Choose another model.")
+        self.model, self.chunk = model, chunk
+
+    def forward(self, ids: Tensor, rows: Tensor, columns: Tensor, temperature: float = 1.0,
+                entropy: bool = False, entropy_grad: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probs float32 [M] of tokens `ids[rows, columns]` given what precedes them; and entropy [M] if asked.
+
+        ids: int64 [B, T], right-padded; rows, columns: int64 [M] with columns >= 1. Logits are divided by
+        `temperature` first: the distribution the tokens were drawn from. Entropy is in nats; it carries a gradient
+        only with `entropy_grad`.
+        """
+        decoder = self.model.get_decoder()
+        hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state[rows, columns - 1]
+        targets = ids[rows, columns]
+        pieces = []
+        several = hidden.shape[0] > self.chunk
+        for part, target in zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True):
+            args = (self.model.get_output_embeddings(), part, target, temperature, entropy, entropy_grad)
+            # Recomputed in backward, so that no chunk's logits outlive its turn.
+            pieces.append(checkpoint(_logprobs, *args, use_reentrant=False)
+                          if several and torch.is_grad_enabled() else _logprobs(*args))
+        logprobs = torch.cat([p[0] for p in pieces])
+        return logprobs, torch.cat([p[1] for p in pieces]) if entropy else None
+
+
+def _logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool,
+              entropy_grad: bool) -> tuple[Tensor, Tensor | None]:
+    logits = head(hidden).float() / temperature
+    normaliser = torch.logsumexp(logits, dim=-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
+    if not entropy:
+        return logprobs, None
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
+
+
+def load_model(cfg: Any, seed: int = 0) -> nn.Module:
+    """The Hugging Face causal LM of ModelConfig `cfg`, on the CPU, in its dtype, eager-initialised when random.
+
+    Weights are only read from safetensors (or GGUF). Raises ModelError naming the setting.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    dtype = getattr(torch, cfg.dtype)
+    if cfg.init == "random":
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**dict(cfg.architecture))).to(dtype)
+    try:
+        extra = {"gguf_file": cfg.gguf_file} if cfg.gguf_file else {"use_safetensors": True}
+        return AutoModelForCausalLM.from_pretrained(str(Path(cfg.path).expanduser()) if Path(cfg.path).expanduser()
+                                                    .is_dir() else cfg.path, dtype=dtype, **extra)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path={cfg.path}: cannot load a causal language model: {error}") from error
+
+
+def load_tokenizer(cfg: Any) -> Any:
+    """The tokenizer of ModelConfig `cfg`; raises ModelError naming the setting."""
+    if cfg.tokenizer == "character":
+        from learner.tokenizer import build_tokenizer
+
+        return build_tokenizer(cfg.max_length or cfg.architecture["max_position_embeddings"])
+    from transformers import AutoTokenizer
+
+    source = cfg.tokenizer or cfg.path
+    try:
+        extra = {"gguf_file": cfg.gguf_file} if cfg.gguf_file else {}
+        return AutoTokenizer.from_pretrained(source, **extra)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.tokenizer={source}: cannot load a tokenizer: {error}") from error
+
+
+def materialise(cfg: Any, directory: Path, seed: int = 0) -> Path:
+    """A plain Hugging Face directory (safetensors + tokenizer) of the model, for engines that read one.
+
+    Returns `cfg.path` itself where that already is such a directory; else writes `directory`.
+    """
+    if cfg.init == "pretrained" and not cfg.gguf_file:
+        return Path(cfg.path).expanduser()
+    if not (directory / "config.json").is_file():
+        model = load_model(cfg, seed)
+        # A de-quantised GGUF model still calls itself quantised and would refuse to be saved.
+        model.is_quantized, model.hf_quantizer = False, None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(directory)
+        load_tokenizer(cfg).save_pretrained(directory)
+    return directory
+
+
+def parameter_entries(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(Hugging Face name, parameter) of every distinct parameter, in order: tied weights appear once."""
+    return list(model.named_parameters())

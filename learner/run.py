@@ -1,0 +1,115 @@
+"""One run from start to end: its folder, its cluster, its signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from learner.config import Config
+
+STOP_S = 12.0  # an interrupted run is gone after this, whatever hangs
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message is for the user and says what to do."""
+
+
+def prepare(cfg: Config) -> Path:
+    """Create the run's folder and write the resolved configuration into it; refuses one that holds a run already."""
+    run_dir = Path(cfg.run_dir or f"outputs/{cfg.experiment}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    if (run_dir / "config.yaml").exists():
+        raise RunError(f"run_dir={run_dir}: holds a run already. Give another run_dir, or remove that folder.")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False))
+    except OSError as error:
+        raise RunError(f"run_dir={run_dir}: cannot be written: {error}") from error
+    return run_dir
+
+
+def execute(cfg: Config) -> int:
+    """Run `cfg`; returns the exit status (0 done, 1 failed, 130 interrupted)."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    started = time.monotonic()
+    try:
+        run_dir = prepare(cfg)
+        _run(cfg, run_dir, started)
+        return 0
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the cleaning up
+        print("\nvolley: interrupted: stopping every process", file=sys.stderr, flush=True)
+        _force_exit_after(STOP_S)
+        return 130
+    except Exception as error:  # noqa: BLE001 - the last place where a failure can be told
+        print(f"volley: error: {_first_cause(error)}", file=sys.stderr, flush=True)
+        if os.environ.get("VOLLEY_TRACEBACK"):
+            traceback.print_exc()
+        else:
+            print("volley: set VOLLEY_TRACEBACK=1 to see where it happened", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        _close()
+
+
+def _run(cfg: Config, run_dir: Path, started: float) -> None:
+    from cluster.local import connect
+
+    print(f"volley: {cfg.experiment} -> {run_dir}", flush=True)
+    print(f"volley: {connect(cfg, namespace=run_dir.name)}", flush=True)
+    if cfg.stage == "pretrain":
+        from learner.pretrain import pretrain
+
+        pretrain(cfg, run_dir)
+    else:
+        from learner.trainer import Trainer
+
+        Trainer(cfg, run_dir, started).run()
+
+
+def _close() -> None:
+    """End the local cluster and whatever our actors started themselves."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+    children = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _, alive = psutil.wait_procs(children, timeout=3)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _force_exit_after(seconds: float) -> None:
+    def end() -> None:
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+        os._exit(130)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _first_cause(error: BaseException) -> str:
+    """The message that helps: of what an actor raised rather than of Ray's wrapping."""
+    cause = getattr(error, "cause", None)
+    error = cause if isinstance(cause, BaseException) else error
+    text = str(error).strip() or type(error).__name__
+    return text if isinstance(error, RunError | ValueError) or "\n" in text else f"{type(error).__name__}: {text}"

@@ -1,0 +1,314 @@
+"""The trainer: the only module that knows the order of things. `Trainer.step` is the loop, on one screen.
+
+    prompts -> rollouts -> rewards -> advantages -> loss -> weights -> (back to rollouts)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.prompts import PromptStream, build_dataset
+from actors.records import SamplingParams
+from actors.reference import ReferencePool
+from actors.rollouts import Dispatcher, GeneratorPool, Group
+from actors.staleness import Ledger, admissible
+from cluster.metrics import MetricLog
+from cluster.progress import Progress, comparison
+from learner.assemble import Assembled, Scores, assemble, read_scores
+from learner.config import Config, ConfigError
+from learner.evaluate import summarise
+from learner.group import LearnerGroup
+from learner.measure import step_metrics
+from learner.model import load_tokenizer, materialise
+from learner.run import RunError
+from learner.schedule import learning_rate
+from learner.services import RewardClient, RolloutLog
+from learner.worker import UpdateJob
+
+EVALUATION_IDS = -1_000_000  # group ids of evaluations count down from here, apart from those of training
+
+
+class Trainer:
+    """Owns the actors of one run. `started`: time.monotonic() when the program began (for setup_s)."""
+
+    def __init__(self, cfg: Config, run_dir: Path, started: float) -> None:
+        self.cfg, self.run_dir, self.started = cfg, run_dir, started
+        self.version = 0
+        self.optimizer_steps = 0
+        self.timing: dict[str, float] = {}
+        self.ledger = Ledger()
+        self.queue: list[Group] = []  # finished, oldest first, not yet trained
+        self.evaluations = 0
+        self.tokens = 0
+        self.generating_s = 0.0
+        self.worst_mismatch = 0.0
+
+    # ---- the run ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            self.train()
+        finally:
+            if hasattr(self, "log"):
+                self.log.close()
+
+    def train(self) -> None:
+        cfg = self.cfg
+        self.start()
+        setup_s = time.monotonic() - self.started
+        with Progress(cfg.steps, cfg.logging.progress, cfg.experiment) as self.progress:
+            self.progress.note(f"engines ready after {setup_s:.0f} s; measuring the model before training")
+            before = self.evaluate(0, cfg.evaluation.samples)
+            for step in range(1, cfg.steps + 1):
+                self.step(step)
+                if cfg.evaluation.every and step % cfg.evaluation.every == 0 and step < cfg.steps:
+                    self.evaluate(step, cfg.evaluation.samples_during)
+            after = self.evaluate(cfg.steps, cfg.evaluation.samples) if cfg.steps else before
+        self.finish(before, after, setup_s)
+
+    def step(self, step: int) -> None:
+        """One turn of the loop."""
+        begun = time.monotonic()
+        self.timing = {}
+        with self.phase("gen"):
+            self.admit()
+            groups = self.collect(self.cfg.rollout.prompts_per_step)
+        references = self.reference.logprobs([g.table for g in groups]) if self.reference else None
+        with self.phase("reward"):
+            scored = self.rewards.collect(groups)
+            scores = read_scores(scored)
+            self.check_failures(scores)
+        with self.phase("adv"):
+            batch = assemble(self.cfg, [g.meta for g in groups], scores)
+        with self.phase("ref"):
+            if references:
+                self.reference.wait(references)
+        with self.phase("update"):
+            result = self.update(groups, batch, references)
+        with self.phase("sync"):
+            synced = self.sync() if result and not all(s["skipped"] for s in result["steps"]) else {}
+        self.account(groups, batch)
+        self.rollout_log.write(step, groups, scored, split(batch.advantages, groups))
+        self.timing["step"] = time.monotonic() - begun
+        self.record(step, groups, scores, batch, result, synced)
+
+    # ---- its parts --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Bring every actor up, side by side, and prove that the generators hold the learner's weights."""
+        cfg = self.cfg
+        self.tokenizer = load_tokenizer(cfg.model)
+        self.model_path = str(materialise(cfg.model, self.run_dir / "initial_model", cfg.seed))
+        self.learner = LearnerGroup(cfg)
+        self.generators = GeneratorPool(cfg, self.model_path, stop_ids(self.tokenizer, self.model_path),
+                                        cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)
+        self.rewards = RewardClient(cfg, self.model_path)
+        needs_reference = cfg.algorithm.beta > 0 and cfg.algorithm.kl_placement != "none"
+        self.reference = ReferencePool(cfg) if needs_reference else None
+        self.rollout_log = RolloutLog(self.run_dir / "rollouts", self.model_path, cfg.logging.rollouts)
+        self.log = MetricLog(
+            self.run_dir, wandb=cfg.logging.wandb, wandb_project=cfg.logging.wandb_project,
+            ray_metrics=cfg.logging.ray_metrics,
+            run_meta={"experiment": cfg.experiment, "model": cfg.model.name, "seed": cfg.seed, "steps": cfg.steps})
+        self.dispatcher = Dispatcher(self.generators, cfg.seed, cfg.rollout.timeout_s)
+        self.load_data()
+        self.parameters = self.learner.start()["parameters"]
+        self.generators.start()
+        self.rewards.start()
+        if self.reference:
+            self.reference.start()
+        self.sync(probe=[self.encode(p.text) for p in self.heldout[:4]])
+
+    def load_data(self) -> None:
+        cfg = self.cfg
+
+        def count(text: str) -> int:
+            return len(self.encode(text))
+
+        try:
+            train = build_dataset(cfg.data, "train", count)
+            heldout = build_dataset(cfg.data, "heldout", count)
+        except ValueError as error:
+            raise ConfigError("data", cfg.data.kind, str(error)) from error
+        self.stream = PromptStream(train, cfg.seed)
+        self.heldout = heldout.prompts()[: cfg.data.heldout_size]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def admit(self) -> None:
+        """Start as many groups as can still be trained within max_staleness versions (actors/staleness.py)."""
+        r = self.cfg.rollout
+        room = admissible(self.ledger.waiting, r.prompts_per_step, r.max_staleness)
+        for prompt in self.stream.next(room):
+            group_id = self.ledger.admitted
+            self.ledger.admit(group_id)
+            self.dispatcher.submit(group_id, prompt, self.encode(prompt.text), r.group_size, self.sampling(),
+                                   self.version)
+
+    def collect(self, n: int) -> list[Group]:
+        """The n oldest admitted groups, when all of them are done. Others that finish meanwhile wait in the queue."""
+        first = sorted(self.ledger.in_flight | self.ledger.queued)[:n]
+        while any(g in self.ledger.in_flight for g in first):
+            for group in self.dispatcher.finished():
+                self.ledger.finish(group.meta.group_id)
+                self.rewards.submit(group)
+                self.queue.append(group)
+        chosen = sorted((g for g in self.queue if g.meta.group_id in first), key=lambda g: g.meta.group_id)
+        self.queue = [g for g in self.queue if g.meta.group_id not in first]
+        return chosen
+
+    def update(self, groups: list[Group], batch: Assembled, references: list[Any] | None) -> dict[str, Any] | None:
+        """All optimizer steps of one batch; None when the filter left nothing to train on."""
+        if batch.plan is None:
+            return None
+        total = self.cfg.steps * self.cfg.learner.updates_per_batch
+        rates = tuple(learning_rate(self.cfg.optimizer, self.optimizer_steps + u, total)
+                      for u in range(len(batch.micro_batches)))
+        result = self.learner.update(UpdateJob(
+            self.version, [g.table for g in groups], references, batch.plan, batch.micro_batches, rates,
+            self.cfg.rollout.temperature))
+        self.optimizer_steps += len(rates)
+        self.check_mismatch(result["stats"])
+        return result
+
+    def sync(self, probe: list[list[int]] | None = None) -> dict[str, float]:
+        """Publish the learner's weights as a new version; every generator loads and proves them."""
+        self.version += probe is None
+        published = self.learner.publish(self.version, probe)
+        figures = self.generators.sync(published)
+        figures["bytes"] = float(sum(e.offset for b in published.buckets for e in b.entries[-1:]))
+        return figures
+
+    def evaluate(self, step: int, samples: int) -> dict[str, Any]:
+        """pass@k, maj@k, format and length on the held-out prompts, sampled at evaluation.temperature."""
+        begun = time.monotonic()
+        sampling = SamplingParams(self.cfg.rollout.max_tokens, self.cfg.evaluation.temperature)
+        dispatcher = Dispatcher(self.generators, self.cfg.seed, self.cfg.rollout.timeout_s)
+        for prompt in self.heldout:
+            self.evaluations += 1
+            dispatcher.submit(EVALUATION_IDS - self.evaluations, prompt, self.encode(prompt.text), samples, sampling,
+                              self.version)
+        groups: list[Group] = []
+        while dispatcher.tickets:
+            for group in dispatcher.finished():
+                self.rewards.submit(group)
+                groups.append(group)
+        groups.sort(key=lambda g: -g.meta.group_id)
+        scores = read_scores(self.rewards.collect(groups))
+        n = [len(g.meta.lengths) for g in groups]
+        found = summarise(
+            [g.prompt.prompt_id for g, k in zip(groups, n, strict=True) for _ in range(k)],
+            [i for k in n for i in range(k)], list(scores.accuracy), list(scores.format), scores.extracted,
+            [int(v) for g in groups for v in g.meta.lengths], ks=tuple(k for k in (1, 8, 64) if k <= samples),
+            maj_k=min(8, samples))
+        found["seconds"] = time.monotonic() - begun
+        self.log.log(step, {f"eval/{k}": v for k, v in found.items() if k != "seconds" and v is not None})
+        self.progress.note("held out: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items() if v is not None))
+        return found
+
+    # ---- checks and books -------------------------------------------------------------------------------------
+
+    def check_failures(self, scores: Scores) -> None:
+        share = float(np.mean(~scores.valid)) if len(scores.valid) else 0.0
+        if share > self.cfg.reward.max_failure_share:
+            i = int(np.flatnonzero(~scores.valid)[0])
+            raise RunError(f"{share:.0%} of the rewards of this step are not ok, more than reward.max_failure_share="
+                           f"{self.cfg.reward.max_failure_share:g}. The first: status {scores.statuses[i]}, "
+                           f"{scores.reasons[i]}. Mend the reward or the data, or raise the bound.")
+
+    def check_mismatch(self, stats: dict[str, tuple[float, float, float, float]]) -> None:
+        """Generator and learner must agree on the tokens just sampled; past the bound nothing that follows is true."""
+        if "mismatch" not in stats:
+            return
+        total, count, _, worst = stats["mismatch"]
+        self.worst_mismatch = max(self.worst_mismatch, worst)
+        if not total / count <= self.cfg.generator.mismatch_bound:
+            raise RunError(f"learner and generators disagree by {total / count:.3g} per token on average (at most "
+                           f"{worst:.3g}), more than generator.mismatch_bound={self.cfg.generator.mismatch_bound:g}. "
+                           "Check that both run the same dtype and that rollout.temperature applies to both.")
+
+    def account(self, groups: list[Group], batch: Assembled) -> None:
+        trained = []
+        for group, kept, reason in zip(groups, batch.kept, batch.reasons, strict=True):
+            if kept:
+                trained.append(group.meta.group_id)
+            else:
+                self.ledger.drop(group.meta.group_id, reason)
+        self.ledger.train(trained)
+        self.ledger.check()
+
+    def record(self, step: int, groups: list[Group], scores: Scores, batch: Assembled, result: dict[str, Any] | None,
+               synced: dict[str, float]) -> None:
+        tokens = int(sum(g.meta.lengths.sum() for g in groups))
+        self.tokens += tokens
+        self.generating_s += self.timing["gen"]
+        values = step_metrics(groups, scores, batch, result, synced, self.timing, self.version, self.ledger.counts(),
+                              self.generators.restarts)
+        values["perf/tokens_per_s"] = tokens / self.timing["step"]
+        values["perf/gen_tokens_per_s"] = tokens / max(self.timing["gen"], 1e-9)
+        self.progress.update(step, self.log.log(step, values))
+
+    def finish(self, before: dict[str, Any], after: dict[str, Any], setup_s: float) -> None:
+        """Write model/, summary.json and report.html; print the table."""
+        cfg = self.cfg
+        self.learner.save_model(str(self.run_dir / "model"), self.tokenizer)
+        self.rollout_log.close()
+        wall = time.monotonic() - self.started
+        table = ("pass@1", "pass@8", "pass@64", "maj@8", "format", "length")
+        summary = {
+            "experiment": cfg.experiment, "model": cfg.model.name, "seed": cfg.seed, "steps": cfg.steps,
+            "wall_s": round(wall, 1), "setup_s": round(setup_s, 1),
+            "before": {k: before.get(k) for k in table}, "after": {k: after.get(k) for k in table},
+            "tokens_generated": self.tokens,
+            "tokens_per_s": round(self.tokens / max(self.generating_s, 1e-9), 1),
+            "sync_logprob_max_abs_diff": self.worst_mismatch, "groups": self.ledger.counts()}
+        beside = self.run_dir / "summary.json.partial"
+        beside.write_text(json.dumps(summary, indent=1) + "\n")
+        beside.rename(self.run_dir / "summary.json")
+        self.log.close(summary)
+        self.rewards.stop()
+        if cfg.logging.report:
+            from learner.report import write
+
+            write(self.run_dir)
+        from rich.console import Console
+
+        Console().print(comparison(summary["before"], summary["after"]))
+        print(f"volley: done in {wall:.0f} s; results in {self.run_dir}", flush=True)
+
+    def sampling(self) -> SamplingParams:
+        r = self.cfg.rollout
+        return SamplingParams(r.max_tokens, r.temperature, r.top_p, r.top_k)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begun = time.monotonic()
+        self.progress.phase(name)
+        yield
+        self.timing[name] = time.monotonic() - begun
+
+
+def split(values: np.ndarray, groups: list[Group]) -> list[list[float]]:
+    """Per-sample values [N] as one list a group."""
+    ends = np.cumsum([len(g.meta.lengths) for g in groups])
+    return [part.tolist() for part in np.split(values, ends[:-1])]
+
+
+def stop_ids(tokenizer: Any, model_path: str) -> list[int]:
+    """Ids that end a completion: the model's generation config and the tokenizer's own (several in some families)."""
+    file = Path(model_path) / "generation_config.json"
+    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ids = set(named if isinstance(named, list) else [] if named is None else [named])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise ConfigError("model.tokenizer", tokenizer.name_or_path, "has no end-of-text token, so no completion ends")
+    return sorted(ids)
