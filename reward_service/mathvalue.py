@@ -173,7 +173,8 @@ def _left_name(tokens: list[Token]) -> str:
     texts = [token.text for token in tokens]
     if not tokens or tokens[0].kind != "sym" and texts[0] != "(":
         return ""
-    if tokens[0].kind == "sym" and len(tokens) == 1 or (len(tokens) == 4 and texts[1] == "(" and texts[3] == ")" and tokens[2].kind == "sym"):
+    if tokens[0].kind == "sym" and len(tokens) == 1 or (
+            len(tokens) == 4 and texts[1] == "(" and texts[3] == ")" and tokens[2].kind == "sym"):
         return texts[0]
     if texts[0] == "(" and texts[-1] == ")" and all(t.kind == "sym" or t.text in "(,)" for t in tokens):
         return "".join(texts)

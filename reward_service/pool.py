@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -55,6 +56,8 @@ class _Worker:
 
     def __init__(self, cfg: Mapping[str, Any]):
         ours, theirs = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a stopped worker must not stop the dispatcher
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 5, 0))
         env = dict(os.environ, PYTHONPATH=os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]))
         env.update(OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
         self.process = subprocess.Popen(

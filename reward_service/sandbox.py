@@ -152,7 +152,8 @@ def run_tests(program: str, tests: Sequence[Mapping[str, Any]], limits: Limits |
         else:
             run = run_program(program, str(test.get("stdin", "")), now)
             if run.kind == "ok" and _lines(run.stdout) != _lines(str(test["stdout"])):
-                run = Run("wrong output", f"printed {run.stdout[:80]!r}, expected {str(test['stdout'])[:80]!r}", run.stdout)
+                detail = f"printed {run.stdout[:80]!r}, expected {str(test['stdout'])[:80]!r}"
+                run = Run("wrong output", detail, run.stdout)
         runs.append(run)
         if run.kind != "ok":
             break

@@ -34,9 +34,8 @@ def check(result, what):
 
 
 def mount(source, target, kind, flags, data=None):
-    encode = (lambda text: None if text is None else os.fsencode(text))
-    check(LIBC.mount(encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data)),
-          f"mount {target}")
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
+    check(LIBC.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
 
 
 def enter_namespaces():
@@ -54,7 +53,7 @@ def enter_namespaces():
 
 
 def build_root(job):
-    """A new root that holds system libraries and Python read-only, and a small writable /box; nothing else of the host."""
+    """A new root: system libraries and Python read-only, and a small writable /box; nothing else of the host."""
     limit, shown = job["limits"], [p for p in ("/usr", "/lib", "/lib64", "/bin", job["prefix"]) if os.path.exists(p)]
     mount("tmpfs", ROOT, "tmpfs", NOSUID | NODEV, "size=4m,mode=755")
     for path in shown:
@@ -85,7 +84,7 @@ def build_root(job):
 
 def locked_flags(path):
     flags = os.statvfs(path).f_flag  # flags that a user namespace may not take away when it remounts
-    return sum(bit for bit, mine in ((1024, 1024), (2048, 2048), (8, 8)) if flags & {1024: 1024, 2048: 2048, 8: 8}[bit])
+    return flags & (8 | 1024 | 2048)  # noexec, noatime, nodiratime: the same numbers in statvfs and mount
 
 
 def give_up_privileges():
@@ -105,7 +104,7 @@ def set_limits(limit):
 
 
 def forbid_calls():
-    """seccomp: the listed calls, other ABIs and new namespaces fail with EPERM (clone3 with ENOSYS: libc falls back)."""
+    """seccomp: the listed calls, other ABIs and new namespaces fail with EPERM; clone3 with ENOSYS, libc falls back."""
     audit, _, calls = ARCHITECTURES[platform.machine()]
     step, clone = (lambda code, jt, jf, k: struct.pack("HBBI", code, jt, jf, k)), 56 if audit == 0xC000003E else 220
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -124,7 +123,7 @@ def forbid_calls():
 
 
 def supervise(job, status):
-    """Process 1 of its namespace: starts the program as its child and reports its end. Its own end kills all the rest."""
+    """Process 1 of its namespace: starts the program and reports its end. Its own end kills everything inside."""
     give_up_privileges()
     if job["root"]:  # no user ids are mapped: the program stays nobody, but its processes are counted on their own
         check(LIBC.unshare(NEWUSER), "unshare (user namespace)")

@@ -82,7 +82,7 @@ class _Countdown:
 
 
 def countdown_value(text: str) -> tuple[Fraction, list[int]]:
-    """(value, numbers used) of an arithmetic expression; "= n" may follow it and must then hold. Never evaluated as code.
+    """(value, numbers used) of an arithmetic expression; "= n" may follow it and must then hold. Never run as code.
 
     Raises Unreadable for anything but + - * / ( ), whole numbers, and a minus sign in front of a number.
     """

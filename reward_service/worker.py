@@ -25,6 +25,7 @@ def main() -> None:
     """Protocol: receives the config, answers None or the reason why it cannot work; then receives lists of items and
     answers one result for each."""
     conn = Connection(int(sys.argv[1]))
+    os.dup2(2, 1)  # what a user's function prints must not mix with the output of a command line
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     cfg = conn.recv()
     limit = int(float(cfg["options"].get("worker_memory_gib", 8)) * 2**30)
