@@ -127,6 +127,7 @@ METRICS: dict[str, Metric] = {
     "clip_ratio/high_mean": M("share", "tokens clipped at 1 + eps_high", "mean", "TRL clip_ratio/high_mean"),
     "critic/vf_loss": M("1", "value loss of a token", "mean", "verl critic/vf_loss"),
     "critic/values": M("reward", "predicted value of a token", "spread", "verl critic/values/*"),
+    "critic/vf_explained_var": M("1", "share of the targets' variance the values explain; at most 1", "mean", "verl"),
     "critic/vf_clipfrac": M("share", "tokens whose value is clipped", "mean", "verl critic/vf_clipfrac"),
     "pretrain/loss": M("nats", "next-token cross-entropy on the corpus", "mean"),
     "training/rollout_logprob_diff": M("nats", "|train - generate| log-prob of the sampled tokens", "spread"),
@@ -154,7 +155,7 @@ LOSS_NAMES = {
     "policy_loss": "actor/pg_loss", "kl_ref": "actor/kl_loss", "kl_old": "actor/ppo_kl", "entropy": "actor/entropy",
     "ratio": "actor/ratio", "tis_weight": "actor/tis_weight", "clip_fraction_low": "clip_ratio/low_mean",
     "clip_fraction_high": "clip_ratio/high_mean", "dual_clip_fraction": "actor/pg_clipfrac_lower",
-    "value_loss": "critic/vf_loss", "value": "critic/values", "value_clip_fraction": "critic/vf_clipfrac",
+    "explained_variance": "critic/vf_explained_var", "value_loss": "critic/vf_loss", "value": "critic/values", "value_clip_fraction": "critic/vf_clipfrac",
 }  # fmt: skip
 FAMILIES = [(name.partition("{")[0], name.partition("}")[2], name) for name in METRICS if "{" in name]
 
@@ -339,7 +340,7 @@ A share lies in [0, 1]. `mean` is sum over count of the whole step, never a mean
 1970) and the names below.
 A value that is not finite is written as null and its name listed under `non_finite`.
 "Same as" names the quantity of equal meaning in verl or TRL.
-Ray's metrics (Prometheus) carry the same values as gauges named `volley_` + the name, other characters as `_`.
+Ray's metrics (Prometheus) carry the same values as gauges named `ray_volley_` + the name, other characters as `_`.
 
 """
 
