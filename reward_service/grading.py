@@ -19,6 +19,7 @@ from reward_service.rules import Grade
 
 MAX_ANSWER = 20_000  # characters; a longer answer is compared as text only
 MAX_MEMBERS = 200
+_PUNCTUATION = set(".,:;!?/-()\"'*`")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{\\]))")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathsf|boldsymbol)\s*\{([^{}]*)\}")
 _LEAD = re.compile(r"^(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:correct\s+|final\s+)?(?:answer|option|choice)"
@@ -38,11 +39,13 @@ _BEYOND = re.compile(r"\\(?:int|sum|prod|lim|iint|oint|partial|nabla)(?![A-Za-z]
 
 @dataclass(frozen=True)
 class Reading:
-    """`value`: of mathvalue, or None with the reason in `problem`; `words`: those beside the value; `key`: as text."""
+    """`value`: of mathvalue, or None with the reason in `problem`; `shown`: the tokens read; `words`: those beside
+    them; `key`: the text itself for comparison as text."""
 
     key: str
     value: object = None
     problem: str = ""
+    shown: str = ""
     words: tuple[str, ...] = ()
     hedges: frozenset[str] = frozenset()
     percent: bool = False
@@ -80,8 +83,10 @@ def text_key(text: str) -> str:
 
     Upper and lower case differ beside digits, where they may be units or numerals.
     """
-    text = _WRAPPER.sub(r" \1 ", text[:MAX_ANSWER * 4])
-    text = re.sub(r"\\[,;:! ]|\\[()\[\]]|[$\s]+", " ", text).strip(" .。\"'“”`*")
+    if len(text) > MAX_ANSWER:
+        return text
+    text = _WRAPPER.sub(r" \1 ", text)
+    text = re.sub(r"\\[,;:! ]|\\[()\[\]]|[$\s]+", " ", text).strip(" \"'“”`*").rstrip(".。")
     text = " ".join(_LEAD.sub("", text).split())
     return text if any(char.isdigit() for char in text) else text.casefold()
 
@@ -121,7 +126,8 @@ def _read_tokens(key: str, plain: str) -> Reading:
     tokens = tokenise(plain, units.known)
     hedges = frozenset(t.text.lower() for t in tokens if t.kind == "word" and t.text.lower() in units.HEDGES)
     math, words = _without_words(tokens)
-    return Reading(key, read_list(math), "", tuple(words), hedges, any(t.text == "%" for t in math))
+    shown = f"{' '.join(t.text for t in math):.150}" + (f" (words: {' '.join(words):.80})" if words else "")
+    return Reading(key, read_list(math), "", shown, tuple(words), hedges, any(t.text == "%" for t in math))
 
 
 def _without_words(tokens: list[Token]) -> tuple[list[Token], list[str]]:
@@ -131,9 +137,10 @@ def _without_words(tokens: list[Token]) -> tuple[list[Token], list[str]]:
         tokens = tokens[:-1]
     if not any(token.kind == "word" or token.text in ".:" for token in tokens):
         return tokens, []
-    if any(first.kind == "word" and second.text == "(" and not second.spaced
-           for first, second in zip(tokens, tokens[1:], strict=False)):
-        raise Unreadable("a call")
+    for first, second in zip(tokens, tokens[1:], strict=False):
+        if not second.spaced and (first.kind == "word" and second.text == "("
+                                  or first.text == "." and second.kind in ("sym", "word")):
+            raise Unreadable("looks like code")
     math: list[Token] = []
     words: list[str] = []
     for part in _parts(tokens):
@@ -166,7 +173,7 @@ def _parts(tokens: list[Token]) -> list[list[Token]]:
             if depth == 0 and token.text in (",", ";", "or"):
                 parts.append([])
         parts[-1].append(token)
-    return parts
+    return [part for part in parts if part]
 
 
 def _runs(part: list[Token]) -> tuple[list[list[Token]], list[str]]:
@@ -190,6 +197,8 @@ def _runs(part: list[Token]) -> tuple[list[list[Token]], list[str]]:
             run = run[:-1]
         if any(token.kind in ("num", "sym", "fun") or token.text.startswith("\\") for token in run):
             trimmed.append(run)
+        elif not {token.text for token in run} <= _PUNCTUATION:
+            raise Unreadable("signs that belong to no value")
     return trimmed, said
 
 
@@ -421,16 +430,7 @@ def grade_math(answer: str, gold: str) -> Grade:
     if letter and reading.words:
         return Grade(0.0, shown, "words that name no choice")
     same, why = compare(target, reading)
-    return Grade(float(same), shown, f"{why}; read as {describe(reading)}")
-
-
-def describe(reading: Reading) -> str:
-    """How a reading was understood, in short."""
-    words = f", words {' '.join(reading.words)}" if reading.words else ""
-    try:
-        return f"{reading.value!r:.150}{words:.80}"
-    except (RecursionError, ValueError):
-        return f"a long expression{words:.80}"
+    return Grade(float(same), shown, f"{why}; read as {reading.shown}")
 
 
 def _grade_words(found: str, target: Reading, wanted: str) -> Grade:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray import serve
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from reward_service.main import MAX_BODY, item_of, result_row
 from reward_service.pool import RewardPool
@@ -22,7 +22,7 @@ class RewardHTTP:
     def __init__(self, config: Mapping[str, Any], workers: int, token: str):
         self.token, self.pool = token.encode(), RewardPool(config, workers)
 
-    async def __call__(self, request: Request) -> JSONResponse:
+    async def __call__(self, request: Request) -> Response:
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self.token):
             return JSONResponse({"error": "missing or wrong token; send Authorization: Bearer TOKEN"}, 401)
@@ -46,7 +46,7 @@ class RewardHTTP:
         results = await asyncio.to_thread(self.pool.score, items)
         rows = [{**result_row(item, result), "reward": result.total if result.status == "ok" else None,
                  "parts": result.parts} for item, result in zip(items, results, strict=True)]
-        return JSONResponse(json.loads(json.dumps(rows).encode("ascii")))
+        return Response(json.dumps(rows), media_type="application/json")  # ASCII: lone surrogates stay escaped
 
 
 def deployment(config: Mapping[str, Any], workers: int, token: str) -> Any:

@@ -115,7 +115,7 @@ def read_item(tokens: list[Token], depth: int = 0):
     if has(tokens, r"\approx"):
         tokens = split(tokens, {r"\approx"})[0]  # "2\pi \approx 6.28" states 2 pi; the rest is a remark
     member = split(tokens, {r"\in"})
-    if len(member) == 2 and len(member[0]) <= 2:
+    if len(member) == 2 and _left_name(member[0]):
         value = read_item(member[1], depth + 1)
         return as_intervals(value) or value
     if len(split(tokens, RELATIONS)) > 1:
@@ -236,7 +236,7 @@ def _bracketed(tokens: list[Token], depth: int):
         return REALS if [token.text for token in tokens] == [r"\reals"] else (
             Seq("list", ()) if [token.text for token in tokens] == [r"\emptyset"] else None)
     opening, closing, inner = tokens[0].text, tokens[-1].text, tokens[1:-1]
-    if closing not in CLOSE or not _spans(tokens):
+    if not _spans(tokens) or closing != OPEN[opening] and {opening, closing} - set("()[]"):
         return None
     if opening == "{":
         return read_list(inner, depth + 1) if len(split(inner, {","})) > 1 else None
