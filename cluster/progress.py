@@ -33,12 +33,8 @@ SHOWN = (
     ("step", "timing_s/step", "{:.2f} s"),
 )
 REGIMES = ("saturated", "learnable", "collapsed", "scattered")
-MEASURES = (  # rows of the before/after table, format; pass@k rows come from the data
-    ("pass@", "{:.3f}"),
-    ("maj@", "{:.3f}"),
-    ("format", "{:.3f}"),
-    ("length", "{:.1f}"),
-)
+# rows of the before/after table and their format; a name ending in @ stands for every k
+MEASURES = (("pass@", "{:.3f}"), ("maj@", "{:.3f}"), ("format", "{:.3f}"), ("length", "{:.1f}"))
 
 
 def sparkline(values: list[float]) -> str:
