@@ -7,6 +7,7 @@ All sizes are counts of prompts, completions ("samples") or tokens; all times ar
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,10 @@ CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "data.kind": ("arithmetic", "reasoning_gym", "files", "corpus"),
     "data.template": ("r1_zero", "short"),
+    "algorithm.data": ("policy", "dataset", "pairs", "sft_samples"),
+    "algorithm.advantage": ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "constant", "correct", "reward",
+                            "process", "reinforce_pp", "gae", "dpo"),  # learner/advantages.py, which is slow to import
+    "algorithm.loss": ("ppo_clip", "gspo", "cispo", "reinforce", "sft"),  # learner/losses.py, likewise
     "algorithm.normaliser": ("sequence_mean", "token_mean", "constant"),
     "algorithm.kl": ("k1", "k2", "k3", "k3_iw"),
     "algorithm.kl_placement": ("loss", "reward", "none"),
@@ -250,7 +255,11 @@ RANGES = (
     ("evaluation.samples_during", 1, True), ("evaluation.temperature", 0, False), ("data.heldout_size", 1, True),
     ("data.max_prompt_tokens", 1, True), ("data.max_number", 1, True), ("algorithm.beta", 0, True),
     ("algorithm.eps_low", 0, True), ("algorithm.eps_high", 0, True), ("cluster.object_store_mib", 80, True),
-    ("cluster.start_timeout_s", 0, False), ("logging.rollouts", -1, True),
+    ("cluster.start_timeout_s", 0, False), ("cluster.num_cpus", 0, True), ("logging.rollouts", -1, True),
+    ("learner.cpus", 0, True), ("learner.gpus", 0, True), ("learner.threads", 0, True), ("generator.cpus", 0, True),
+    ("generator.gpus", 0, True), ("generator.threads", 0, True), ("reference.cpus", 0, True),
+    ("reference.gpus", 0, True), ("algorithm.entropy_coef", 0, True), ("algorithm.tis_cap", 0, False),
+    ("algorithm.dual_clip", 1, False), ("algorithm.gamma", 0, True), ("algorithm.lam", 0, True),
 )
 
 
@@ -288,9 +297,12 @@ def validate(cfg: Config) -> None:
             raise ConfigError(key, get(cfg, key), f"expected one of {', '.join(map(str, allowed))}")
     for key, low, inclusive in RANGES:
         value = get(cfg, key)
-        if value < low or (value == low and not inclusive) or value != value:
+        if value is None:  # an optional setting that is off
+            continue
+        if value < low or (value == low and not inclusive) or not math.isfinite(value):
             raise ConfigError(key, value, f"expected {'at least' if inclusive else 'more than'} {low}")
     _check_model(cfg)
+    _check_data(cfg)
     _check_batches(cfg)
     if cfg.stage == "rl":
         _check_algorithm(cfg)
@@ -313,6 +325,14 @@ def _check_model(cfg: Config) -> None:
             f"the context of {cfg.model.name} is {context} tokens, but data.max_prompt_tokens="
             f"{cfg.data.max_prompt_tokens} + rollout.max_tokens={cfg.rollout.max_tokens} = {need}",
             "Lower one of the two, or choose a model with a longer context.")
+
+
+def _check_data(cfg: Config) -> None:
+    if cfg.data.kind == "files" and not cfg.data.path:
+        raise ConfigError("data.path", "", "data=files needs a file or folder of questions",
+                          "Set data.path, or data=FILE.")
+    if cfg.data.kind == "arithmetic" and not (cfg.data.terms and min(cfg.data.terms) >= 1):
+        raise ConfigError("data.terms", cfg.data.terms, "expected how many numbers a sum may have, such as [2,3,4]")
 
 
 def _check_batches(cfg: Config) -> None:
@@ -339,6 +359,12 @@ def _check_algorithm(cfg: Config) -> None:
         raise ConfigError("rollout.group_size", cfg.rollout.group_size,
                           f"algorithm={a.name} uses the group's mean as its baseline and needs at least 2",
                           "Raise rollout.group_size or choose an algorithm without a group baseline.")
+    if a.advantage == "process":
+        raise ConfigError("algorithm.advantage", a.advantage, "process supervision needs step rewards, and no process "
+                          "reward model is available yet", "Use algorithm=grpo.")
+    if (a.advantage == "gae") != a.critic:
+        raise ConfigError("algorithm.critic", a.critic, f"algorithm.advantage={a.advantage} "
+                          f"{'needs' if a.advantage == 'gae' else 'has no use for'} a critic")
     if a.beta > 0 and a.kl_placement == "none":
         raise ConfigError("algorithm.beta", a.beta, "a KL coefficient above 0 has no effect with "
                           "algorithm.kl_placement=none", "Set algorithm.beta=0, or place the KL in loss or reward.")
@@ -368,6 +394,13 @@ def _check_sampling(cfg: Config) -> None:
 def _check_reward(cfg: Config) -> None:
     if not cfg.reward.rules:
         raise ConfigError("reward.rules", cfg.reward.rules, "expected at least one rule with a weight")
+    from reward_service.rules import RULES  # as light as this module
+
+    known = sorted({*RULES, *(cfg.reward.options.get("custom") or {})})
+    unknown = [name for name in cfg.reward.rules if name not in known]
+    if unknown:
+        raise ConfigError(f"reward.rules.{unknown[0]}", cfg.reward.rules[unknown[0]],
+                          f"unknown rule, expected one of {', '.join(known)}")
     if cfg.reward.max_failure_share > 1:
         raise ConfigError("reward.max_failure_share", cfg.reward.max_failure_share, "expected a share in [0, 1]")
 

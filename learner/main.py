@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def load(argv: list[str]) -> Config:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return finish(compose("config", overrides=rewrite(argv)))
-    except (HydraException, OmegaConfBaseException) as error:
+    except ConfigError:
+        raise
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
         raise explain(error, argv) from error
 
 
@@ -69,6 +72,9 @@ def finish(node: Any) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue
 
+    stray = unknown(node, Config)
+    if stray:  # Hydra lets `+key=value` add anything
+        raise unknown_setting(stray, OmegaConf.select(node, stray))
     try:
         cfg: Config = OmegaConf.to_object(node)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
@@ -79,16 +85,37 @@ def finish(node: Any) -> Config:
     return cfg
 
 
+def unknown(node: Any, schema: type, prefix: str = "") -> str | None:
+    """The first key of `node` that the dataclass `schema` has not, dotted."""
+    known = {f.name: f.default_factory for f in fields(schema)}
+    for key in node:
+        if key not in known:
+            return prefix + str(key)
+        found = unknown(node[key], known[key], f"{prefix}{key}.") if is_dataclass(known[key]) else None
+        if found:
+            return found
+    return None
+
+
+def unknown_setting(key: str, value: Any) -> ConfigError:
+    near = nearest(key)
+    return ConfigError(key, value, "unknown setting", f"Did you mean {near}?" if near else
+                       "Settings: docs/configuration.md.")
+
+
 def explain(error: Exception, argv: list[str]) -> ConfigError:
     """A Hydra or OmegaConf error as one sentence that names the key and what could have been meant."""
     cause = error.__cause__ or error
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
     key = getattr(cause, "full_key", None) or _first(r"full_key: (\S+)", text) or _first(r"override '([^']+)'", text)
-    value = next((a.partition("=")[2] for a in argv if a.lstrip("+~").partition("=")[0] == key), "")
+    given = {a.lstrip("+~").partition("=")[0]: a.partition("=")[2] for a in argv}
+    if key and key not in given:  # Hydra names the part it stumbled over
+        key = next((k for k in given if k.startswith((f"{key}.", f"{key}["))), key.partition("[")[0])
+    value = given.get(key or "", "")
+    if "Error parsing override" in text:
+        return ConfigError(key or "?", value, "expected key=value")
     if "is not in struct" in text or "Could not override" in text or "Key" in text and "not in" in text:
-        near = nearest(key or "")
-        hint = f"Did you mean {near}?" if near else "Settings: docs/configuration.md."
-        return ConfigError(key or "?", value, "unknown setting", hint)
+        return unknown_setting(key or "?", value)
     group = re.search(r"Could not find '([^']+)'|In '[^']+': Could not find '([^']+)'", text)
     if group:
         name = group.group(1) or group.group(2)
@@ -96,8 +123,10 @@ def explain(error: Exception, argv: list[str]) -> ConfigError:
         known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) if folder.is_dir() else ""
         return ConfigError(name.rpartition("/")[0] or name, name.rpartition("/")[2], f"expected one of {known}")
     if "could not be converted" in text or "Value" in text:
-        expected = _first(r"could not be converted to (\w+)", text)
+        expected = _first(r"(?:could not be converted to|is not a valid) (\w+)", text)
         return ConfigError(key or "?", value, f"expected a value of type {expected}" if expected else text)
+    if "is not Optional" in text:
+        return ConfigError(key or "?", value, "a value must be given")
     return ConfigError(key or "settings", value or " ".join(argv), text)
 
 
