@@ -11,8 +11,8 @@ from reward_service.rules import TAGS, RewardItem
 GOLD = r"\frac{7391}{3}+\sqrt{5}"  # no random expression over small numbers has this value
 WHOLE = "7391"
 _SOUP = [r"\frac", r"\sqrt", "{", "}", "(", ")", "[", "]", "^", "_", "+", "-", "*", "/", "=", "<", ",", ";", "|",
-         "!", "%", "x", "y", "pi", r"\pi", r"\infty", r"\cup", r"\in", r"\pm", r"\left(", r"\right)", r"\text{", r"\boxed{", "$",
-         r"\\", "&", r"\begin{pmatrix}", r"\end{pmatrix}", " ", " ", "0", "1", "2", "3", "12", "0.5", "1,000", "e", "i",
+         "!", "%", "x", "y", "pi", r"\pi", r"\infty", r"\cup", r"\in", r"\pm", r"\left(", r"\right)", r"\text{", r"\boxed{",
+         "$",         r"\\", "&", r"\begin{pmatrix}", r"\end{pmatrix}", " ", " ", "0", "1", "2", "3", "12", "0.5", "1,000", "e", "i",
          r"\int", r"\sum_{k=1}^{9}", r"\lim", r"\overline{3}", "or", "and", "not", "percent", "cm", r"^\circ", ":", ".",
          "°", "½", "²", "−", "≤", "∞", "答案", "입니다", "\u200b", "\u202e", "\x00", "\ud800", "٣", "３"]
 _CODE = ["__import__('os').system('touch {mark}')", "exec(\"open('{mark}','w')\")",
@@ -25,7 +25,8 @@ _HEDGED = ["7390, 7391", "7391 or 7392", "either 7391 or 5", "7391, 7391.5", "ma
            r"\{7390, 7391\}", "7390 7391", "7391 or so", "between 7390 and 7392", "73 91", "7391/7391/1",
            "7391=7392",
            r"\approx 7391", "7391 + x", "7391x", "7391_8", "7391!", "-7391", "7391%", "(7391, 7391)", "[7391, 7392]",
-           "x > 7391", r"x \ge 7391", "7391:1", "7391.0000000000001", "7391e1", "7391^2", "0.7391", "True", "nan", "1e7391"]
+           "x > 7391", r"x \ge 7391", "7391:1", "7391.0000000000001", "7391e1", "7391^2", "0.7391", "True", "nan",
+           "1e7391"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def _wrap(answer: str) -> str:
 def _nested(draw: random.Random) -> str:
     depth = draw.choice([5, 50, 500, 5000])
     opening, closing = draw.choice([("{", "}"), ("(", ")"), (r"\frac{1}{1+", "}"), (r"\sqrt{", "}"), ("[", "]"),
-                                    ("|", "|"), (r"\text{", "}"), (r"\boxed{", "}"), ("-(", ")"), ("2^{", "}"), (r"\{", r"\}")])
+                                    ("|", "|"), (r"\text{", "}"), (r"\boxed{", "}"), ("-(", ")"),
+                                    ("2^{", "}"), (r"\{", r"\}")])
     missing = draw.choice([0, 0, 1, depth])
     return opening * depth + str(draw.randint(2, 99)) + closing * (depth - missing)
 

@@ -72,6 +72,8 @@ def run_program(program: str, stdin: str = "", limits: Limits | None = None) -> 
     status = json.loads(report) if report else {}
     if "refused" in status:
         raise SandboxUnavailable(f"programs cannot be confined here, so none is run: {status['refused']}")
+    if stopped == "time limit" and any(sign in stderr for sign in _SIGNS[1][1]):
+        stopped = "process limit"  # a fork bomb that goes on
     if stopped:
         return Run(stopped, _limit_text(stopped, limits), stdout)
     if not status:
@@ -105,7 +107,8 @@ def _collect(child: subprocess.Popen, limits: Limits) -> tuple[str, str, str]:
 
 
 def _limit_text(kind: str, limits: Limits) -> str:
-    return f"more than {limits.wall_s:g} s" if kind == "time limit" else f"more than {limits.output_bytes} bytes"
+    return {"time limit": f"more than {limits.wall_s:g} s", "process limit": f"more than {limits.processes} processes",
+            "output limit": f"more than {limits.output_bytes} bytes"}[kind]
 
 
 _SIGNS = (

@@ -28,7 +28,8 @@ x's where let yes ok final: cost costs price takes needs makes gives equals unit
 _HEDGES = """
 not maybe perhaps possibly probably approximately approx about around roughly nearly almost least most less more fewer
 than between either neither nor except never guess guesses unknown undefined idk false true nan none null unsure
-either somewhere over under above below up least infinite no cannot can't isn't never wrong incorrect import lambda def return exec eval print class
+either somewhere over under above below up least infinite no cannot can't isn't never wrong incorrect
+import lambda def return exec eval print class
 或者 可能 大约 不是 约 아마 아니 약
 """
 
