@@ -17,6 +17,7 @@ from actors.prompts import Prompt, make_prompt
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".json", ".ndjson")
+GIVEN = ("completion", "chosen", "rejected")  # columns of given answers, for SFT and DPO (learner/sources.py)
 ABILITY_TASKS = {"code": "code", "coding": "code"}  # verl's `ability` -> the verifier; everything else is "math"
 
 Row = tuple[Path, int, dict[str, Any]]  # file, row from 1, cells
@@ -110,7 +111,7 @@ def _plain_row(path: Path, number: int, row: dict[str, Any], question_key: str, 
         raise DataFileError(path, f"{question!r}; expected a question as text", number, question_key)
     return {"question": question, "gold": _gold(path, number, row[answer_key], answer_key),
             "data_source": str(row.get("data_source") or path.stem), "task": str(row.get("task") or "math"),
-            "extra": _extra(path, number, row.get("extra_info"))}
+            "extra": {**_extra(path, number, row.get("extra_info")), **{c: row[c] for c in GIVEN if c in row}}}
 
 
 def _verl_row(path: Path, number: int, row: dict[str, Any], *_: str) -> dict[str, Any]:

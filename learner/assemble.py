@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from actors.records import PLAN, GroupMeta
 from learner import advantages, regimes
-from learner.batching import place
+from learner.batching import Placement, place
 from learner.losses import sample_weights
 
 
@@ -73,9 +73,13 @@ def assemble(cfg: Any, metas: Sequence[GroupMeta], scores: Scores) -> Assembled:
     valid = scores.valid.copy()
     if cfg.algorithm.mask_truncated:
         valid &= np.array([r != "length" for m in metas for r in m.finish_reasons])
-    found = advantages.compute(cfg.algorithm, np.where(valid, scores.rewards, 0.0), groups, valid, lengths=lengths)
-    seen = regimes.classify_all(groups, np.nan_to_num(scores.accuracy), scores.extracted, scores.valid)
-    kept, reasons = filter_groups(cfg.algorithm.filter, metas, groups, valid, found)
+    rewards = np.where(valid, scores.rewards, 0.0)
+    late = needs_logprobs(cfg.algorithm)
+    found = np.full(len(groups), np.nan) if late else advantages.compute(
+        cfg.algorithm, rewards, groups, valid, lengths=lengths)
+    seen = regimes.classify_all(groups, np.nan_to_num(scores.accuracy), scores.extracted,
+                                scores.valid & ~np.isnan(scores.accuracy))
+    kept, reasons = filter_groups(cfg.algorithm.filter, metas, rewards, groups, valid)
     use = np.isin(groups, [m.group_id for m, k in zip(metas, kept, strict=True) if k])
     advantage = np.where(use, found, 0.0)
     if not use.any():
@@ -90,24 +94,37 @@ def assemble(cfg: Any, metas: Sequence[GroupMeta], scores: Scores) -> Assembled:
                                        cfg.algorithm.loss_constant)
     table = np.concatenate([np.full(len(m.lengths), i, np.int64) for i, m in enumerate(metas)])
     row = np.concatenate([np.arange(len(m.lengths)) for m in metas])
-    plan = pa.RecordBatch.from_arrays([
-        pa.array(table[rows], pa.int32()), pa.array(row[rows], pa.int32()), pa.array(advantage[rows]),
-        pa.array(weights), pa.array(where.rank, pa.int32()), pa.array(where.micro_batch, pa.int32()),
-        pa.array(where.update, pa.int32())], schema=PLAN)
+    plan = make_plan(table[rows], row[rows], groups[rows], rewards[rows], valid[rows], advantage[rows], weights, where)
     return Assembled(plan, where.micro_batches, advantage, kept, reasons, seen)
 
 
-def filter_groups(kind: str, metas: Sequence[GroupMeta], groups: np.ndarray, valid: np.ndarray,
-                  advantage: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """(bool [G] kept, reasons [G]): a group with no usable sample is always left out; `skip_dead` also those whose
-    advantages are all 0."""
+def needs_logprobs(a: Any) -> bool:
+    """Whether advantages depend on the policy's own log-probs (or values): then the learner computes them.
+
+    KL in the reward, per-token returns, and DPO's coefficient do; token columns never come to the controller."""
+    return a.advantage in advantages.TOKEN_LEVEL or a.advantage == "dpo" or (a.beta > 0 and a.kl_placement == "reward")
+
+
+def make_plan(table: np.ndarray, row: np.ndarray, groups: np.ndarray, rewards: np.ndarray, valid: np.ndarray,
+              advantage: np.ndarray, weights: np.ndarray, where: Placement) -> pa.RecordBatch:
+    """records.PLAN from per-sample arrays [N]."""
+    return pa.RecordBatch.from_arrays([
+        pa.array(table, pa.int32()), pa.array(row, pa.int32()), pa.array(groups, pa.int64()), pa.array(rewards),
+        pa.array(valid), pa.array(advantage), pa.array(weights), pa.array(where.rank, pa.int32()),
+        pa.array(where.micro_batch, pa.int32()), pa.array(where.update, pa.int32())], schema=PLAN)
+
+
+def filter_groups(kind: str, metas: Sequence[GroupMeta], rewards: np.ndarray, groups: np.ndarray,
+                  valid: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """(bool [G] kept, reasons [G]): a group with no usable sample is always left out; with `skip_dead` also one whose
+    rewards are all equal."""
+    stats = advantages.group_stats(rewards, groups, valid)
+    count = dict(zip(stats.ids.tolist(), stats.count.tolist(), strict=True))
+    alive = dict(zip(stats.ids.tolist(), stats.alive.tolist(), strict=True))
     reasons = []
     for meta in metas:
-        mine = groups == meta.group_id
-        if not valid[mine].any():
+        if not count[meta.group_id]:
             reasons.append("no sample with status ok")
-        elif kind == "skip_dead" and not advantage[mine].any():
-            reasons.append("dead")
         else:
-            reasons.append("")
+            reasons.append("dead" if kind == "skip_dead" and not alive[meta.group_id] else "")
     return np.array([not r for r in reasons]), reasons

@@ -70,10 +70,11 @@ def learner_metrics(result: dict[str, Any]) -> dict[str, float | Stat]:
     stats, steps = result["stats"], result["steps"]
     values: dict[str, float | Stat] = {
         LOSS_NAMES[name]: Stat(*stat) for name, stat in stats.items() if name in LOSS_NAMES}
-    values["actor/loss"] = stats["loss"][0] / len(steps)
-    values["actor/grad_norm"] = Stat.of([s["grad_norm"] for s in steps])
-    values["actor/lr"] = steps[-1]["learning_rate"]
-    values["actor/skipped_steps"] = float(sum(s["skipped"] for s in steps))
+    if steps:  # none while only the critic learns
+        values["actor/loss"] = stats["loss"][0] / len(steps)
+        values["actor/grad_norm"] = Stat.of([s["grad_norm"] for s in steps])
+        values["actor/lr"] = steps[-1]["learning_rate"]
+        values["actor/skipped_steps"] = float(sum(s["skipped"] for s in steps))
     if "mismatch" in stats:
         values["training/rollout_logprob_diff"] = Stat(*stats["mismatch"])
     return values

@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from actors.records import PLAN, ROLLOUT
+from actors.records import ROLLOUT
+from learner.assemble import make_plan
 from learner.batching import place
 from learner.config import Config
 from learner.corpus import packed_batches
@@ -45,10 +46,8 @@ def whole_batch_job(cfg: Config, table: Any, lengths: np.ndarray, completion: np
     n = len(lengths)
     where = place(lengths, np.arange(n), 1, cfg.learner.ranks, cfg.learner.micro_batch_tokens)
     weights = sample_weights(cfg.algorithm.normaliser, completion, np.ones(n, bool), cfg.algorithm.loss_constant)
-    plan = pa.RecordBatch.from_arrays([
-        pa.array(np.zeros(n), pa.int32()), pa.array(np.arange(n), pa.int32()), pa.array(np.ones(n)),
-        pa.array(weights), pa.array(where.rank, pa.int32()), pa.array(where.micro_batch, pa.int32()),
-        pa.array(where.update, pa.int32())], schema=PLAN)
+    ones = np.ones(n)
+    plan = make_plan(np.zeros(n), np.arange(n), np.arange(n), ones, ones.astype(bool), ones, weights, where)
     rate = learning_rate(cfg.optimizer, step, cfg.steps)
     return UpdateJob(0, [table], None, plan, where.micro_batches, (rate,), 1.0)
 

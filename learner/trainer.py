@@ -30,6 +30,7 @@ from learner.model import load_tokenizer, materialise
 from learner.run import RunError
 from learner.schedule import learning_rate
 from learner.services import RewardClient, RolloutLog
+from learner.sources import COLUMNS, given_group
 from learner.worker import UpdateJob
 
 EVALUATION_IDS = -1_000_000  # group ids of evaluations count down from here, apart from those of training
@@ -45,6 +46,7 @@ class Trainer:
         self.timing: dict[str, float] = {}
         self.ledger = Ledger()
         self.queue: list[Group] = []  # finished, oldest first, not yet trained
+        self.given: dict[int, Any] = {}  # scores of groups whose answers were given (SFT, DPO)
         self.evaluations = 0
         self.tokens = 0
         self.generating_s = 0.0
@@ -70,6 +72,8 @@ class Trainer:
                 self.step(step)
                 if cfg.evaluation.every and step % cfg.evaluation.every == 0 and step < cfg.steps:
                     self.evaluate(step, cfg.evaluation.samples_during)
+            if cfg.algorithm.data == "sft_samples" and cfg.steps:
+                self.sync()  # its samples came from the model it began with; what is measured is the trained one
             after = self.evaluate(cfg.steps, cfg.evaluation.samples) if cfg.steps else before
         self.finish(before, after, setup_s)
 
@@ -82,7 +86,7 @@ class Trainer:
             groups = self.collect(self.cfg.rollout.prompts_per_step)
         references = self.reference.logprobs([g.table for g in groups]) if self.reference else None
         with self.phase("reward"):
-            scored = self.rewards.collect(groups)
+            scored = [self.given.pop(g.meta.group_id) for g in groups] if self.given else self.rewards.collect(groups)
             scores = read_scores(scored)
             self.check_failures(scores)
         with self.phase("adv"):
@@ -91,9 +95,9 @@ class Trainer:
             if references:
                 self.reference.wait(references)
         with self.phase("update"):
-            result = self.update(groups, batch, references)
+            result = self.update(step, groups, batch, references)
         with self.phase("sync"):
-            synced = self.sync() if result and not all(s["skipped"] for s in result["steps"]) else {}
+            synced = self.sync() if self.changed(result) else {}
         self.account(groups, batch)
         self.rollout_log.write(step, groups, scored, split(batch.advantages, groups))
         self.timing["step"] = time.monotonic() - begun
@@ -150,6 +154,12 @@ class Trainer:
         for prompt in self.stream.next(room):
             group_id = self.ledger.admitted
             self.ledger.admit(group_id)
+            if self.cfg.algorithm.data in COLUMNS:
+                group, self.given[group_id] = given_group(
+                    group_id, prompt, self.tokenizer, self.cfg.algorithm.data, self.cfg.seed, r.max_tokens)
+                self.ledger.finish(group_id)
+                self.queue.append(group)
+                continue
             self.dispatcher.submit(group_id, prompt, self.encode(prompt.text), r.group_size, self.sampling(),
                                    self.version)
 
@@ -165,7 +175,8 @@ class Trainer:
         self.queue = [g for g in self.queue if g.meta.group_id not in first]
         return chosen
 
-    def update(self, groups: list[Group], batch: Assembled, references: list[Any] | None) -> dict[str, Any] | None:
+    def update(self, step: int, groups: list[Group], batch: Assembled,
+               references: list[Any] | None) -> dict[str, Any] | None:
         """All optimizer steps of one batch; None when the filter left nothing to train on."""
         if batch.plan is None:
             return None
@@ -174,10 +185,15 @@ class Trainer:
                       for u in range(len(batch.micro_batches)))
         result = self.learner.update(UpdateJob(
             self.version, [g.table for g in groups], references, batch.plan, batch.micro_batches, rates,
-            self.cfg.rollout.temperature))
+            self.cfg.rollout.temperature, step > self.cfg.algorithm.options.get("value_pretrain_steps", 0)))
         self.optimizer_steps += len(rates)
         self.check_mismatch(result["stats"])
         return result
+
+    def changed(self, result: dict[str, Any] | None) -> bool:
+        """Whether generators should get new weights: the policy moved, and it is the policy that they sample."""
+        moved = result is not None and any(not s["skipped"] for s in result["steps"])
+        return moved and self.cfg.algorithm.data != "sft_samples"
 
     def sync(self, probe: list[list[int]] | None = None) -> dict[str, float]:
         """Publish the learner's weights as a new version; every generator loads and proves them."""

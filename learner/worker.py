@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 
-from actors.records import Bucket, Probe, checksum, ragged
+from actors.records import Bucket, Probe, checksum
+from learner import advantages
+from learner.assemble import needs_logprobs
+
+if TYPE_CHECKING:
+    from learner.samples import MicroBatch, Sample
 
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 64
 Stats = dict[str, tuple[float, float, float, float]]  # name -> (sum, count, min, max)
@@ -36,18 +40,7 @@ class UpdateJob:
     micro_batches: tuple[int, ...]
     learning_rates: tuple[float, ...]
     temperature: float
-
-
-@dataclass
-class _Sample:
-    ids: np.ndarray  # int32 [prompt + completion]
-    prompt: int  # prompt tokens
-    behaviour: np.ndarray  # float32 [completion]
-    versions: np.ndarray  # int32 [completion]
-    advantage: float
-    weight: float
-    reference: np.ndarray | None = None
-    old: np.ndarray | None = field(default=None)
+    policy: bool = True  # False: only the critic learns (value pre-training)
 
 
 class LearnerRank:
@@ -84,36 +77,50 @@ class LearnerRank:
             model.gradient_checkpointing_enable()
         self.policy = Policy(model, self.cfg.learner.logprob_chunk_tokens)
         o = self.cfg.optimizer
-        self.optimizer = _skippable_adamw()(self.policy.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps,
-                                            weight_decay=o.weight_decay)
+        self.optimizer = skippable_adamw(self.policy.parameters(), o, o.lr)
         numel = sum(p.numel() for p in self.policy.parameters())
         self.engine, *_ = deepspeed.initialize(model=self.policy, optimizer=self.optimizer,
                                                config=deepspeed_config(self.cfg, numel))
         self.device = self.engine.device
         self.zero3 = self.cfg.learner.zero_stage == 3
         self.probe_ids: list[list[int]] = []
+        self.critic = None
+        if self.cfg.algorithm.critic:
+            from learner.critic import Critic
+
+            self.critic = Critic(self.cfg, self.device)
         return {"parameters": float(numel)}
 
     # ---- training ---------------------------------------------------------------------------------------------
 
     def update(self, job: UpdateJob) -> dict[str, Any]:
         """All optimizer steps of one batch. Returns stats merged over its micro-batches, and per-step outcomes."""
-        samples, update, micro = self._load(job)
+        samples = self._load(job)
         stats: Stats = {}
-        if len(job.micro_batches) > 1:  # later steps need the log-probs of the policy this batch began with
-            self._old_logprobs(samples, job, update, micro, stats)
+        a = self.cfg.algorithm
+        if needs_logprobs(a) or len(job.micro_batches) > 1:
+            # Later optimizer steps need the log-probs of the policy this batch began with; some advantages too.
+            self._old_logprobs(samples, job, stats)
+        if needs_logprobs(a):
+            self._late_advantages(samples, job, stats)
         steps = []
         for u, learning_rate in enumerate(job.learning_rates):
-            finite = self._accumulate(samples, job, u, update, micro, stats)
-            steps.append(self._step(learning_rate, finite))
+            if self.critic:
+                self.critic.update(samples, job.micro_batches[u], u, stats)
+            if job.policy:
+                finite = self._accumulate(samples, job, u, stats)
+                steps.append(self._step(learning_rate, finite))
         return {"stats": stats, "steps": steps}
 
     def gradient(self, job: UpdateJob) -> dict[str, np.ndarray]:
         """The gradient of optimizer step 0 as whole float32 arrays by parameter name; changes no weight. For tests."""
         from deepspeed.utils import safe_get_full_grad
 
-        samples, update, micro = self._load(job)
-        self._accumulate(samples, job, 0, update, micro, {})
+        samples = self._load(job)
+        if needs_logprobs(self.cfg.algorithm):
+            self._old_logprobs(samples, job, {})
+            self._late_advantages(samples, job, {})
+        self._accumulate(samples, job, 0, {})
         grads = {}
         for name, p in self.policy.model.named_parameters():
             grad = safe_get_full_grad(p) if self.cfg.learner.zero_stage else p.grad
@@ -121,43 +128,66 @@ class LearnerRank:
         self._step(0.0, False)
         return grads if self.rank == 0 else {}
 
-    def _load(self, job: UpdateJob) -> tuple[list[_Sample], np.ndarray, np.ndarray]:
-        plan = job.plan.filter(pc.equal(job.plan.column("rank"), self.rank))
-        col = {n: plan.column(n).to_numpy() for n in ("table", "row", "advantage", "weight", "update", "micro_batch")}
+    def _load(self, job: UpdateJob) -> list[Sample]:
+        from learner.samples import read_samples
+
+        mine = job.plan.filter(pa.array(job.plan.column("rank").to_numpy() == self.rank))
+        wanted = sorted(set(mine.column("table").to_pylist()))
         timeout = self.cfg.learner.timeout_s
-        wanted = sorted(set(col["table"].tolist()))
-        tables = dict(zip(wanted, ray.get([job.tables[t] for t in wanted], timeout=timeout), strict=True))
-        refs = {} if job.references is None else dict(
-            zip(wanted, ray.get([job.references[t] for t in wanted], timeout=timeout), strict=True))
-        columns = {t: {n: ragged(b.column(n)) for n in ("prompt_ids", "completion_ids", "behaviour_logprobs",
-                                                        "versions")} for t, b in tables.items()}
-        ref_columns = {t: ragged(b.column("ref_logprobs")) for t, b in refs.items()}
-        samples = []
-        for t, row, advantage, weight in zip(col["table"], col["row"], col["advantage"], col["weight"], strict=True):
-            c = columns[t]
-            samples.append(_Sample(
-                np.concatenate([c["prompt_ids"][row], c["completion_ids"][row]]), len(c["prompt_ids"][row]),
-                c["behaviour_logprobs"][row], c["versions"][row], float(advantage), float(weight),
-                ref_columns[t][row] if refs else None))
+
+        def fetch(refs: list[Any] | None) -> dict[int, pa.RecordBatch]:
+            found = ray.get([refs[t] for t in wanted], timeout=timeout) if refs is not None else []
+            return dict(zip(wanted, found, strict=False))
+
+        samples = read_samples(job.plan, self.rank, fetch(job.tables), fetch(job.references))
         if samples:
             self.probe_ids = [s.ids[:PROBE_TOKENS].tolist() for s in samples[:PROBE_SEQUENCES]]
-        return samples, col["update"], col["micro_batch"]
+        return samples
 
-    def _old_logprobs(self, samples: list[_Sample], job: UpdateJob, update: np.ndarray, micro: np.ndarray,
-                      stats: Stats) -> None:
+    def _micro_batch(self, samples: list[Sample], u: int, m: int) -> MicroBatch:
+        from learner.samples import micro_batch
+
+        chosen = [s for s in samples if s.update == u and s.micro_batch == m]
+        return micro_batch(chosen, self.device, samples[0] if samples else None)
+
+    def _old_logprobs(self, samples: list[Sample], job: UpdateJob, stats: Stats) -> None:
         import torch
 
         with torch.no_grad():
             for u, count in enumerate(job.micro_batches):
                 for m in range(count):
-                    batch = self._batch(samples, np.flatnonzero((update == u) & (micro == m)))
-                    logprobs, _ = self.engine(batch["ids"], batch["rows"], batch["columns"], job.temperature)
+                    batch = self._micro_batch(samples, u, m)
+                    logprobs, _ = self.engine(batch.ids, batch.rows, batch.columns, job.temperature)
                     put_mismatch(stats, logprobs, batch, job.version)
-                    for s, piece in zip(batch["samples"], logprobs.split(batch["lengths"]), strict=True):
+                    for s, piece in zip(batch.samples, logprobs.split(batch.lengths), strict=True):
                         s.old = piece.float().cpu().numpy()
+                    if self.critic:
+                        self.critic.evaluate(batch)
 
-    def _accumulate(self, samples: list[_Sample], job: UpdateJob, u: int, update: np.ndarray, micro: np.ndarray,
-                    stats: Stats) -> bool:
+    def _late_advantages(self, samples: list[Sample], job: UpdateJob, stats: Stats) -> None:
+        """Advantages that need log-probs or values: from those of the whole batch, alike on every rank."""
+        import torch
+
+        a = self.cfg.algorithm
+        mine = [(s.index, s.old - s.reference if s.reference is not None else np.zeros_like(s.old), s.values)
+                for s in samples]
+        everyone = [mine]
+        if self.world > 1:
+            everyone = [None] * self.world
+            torch.distributed.all_gather_object(everyone, mine)
+        ordered = sorted((row for part in everyone for row in part), key=lambda row: row[0])
+        kl = [row[1].astype(np.float64) for row in ordered]
+        values = [row[2].astype(np.float64) for row in ordered] if self.critic else None
+        column = {n: job.plan.column(n).to_numpy(zero_copy_only=False) for n in ("reward", "group_id", "valid")}
+        found = advantages.compute(
+            a, column["reward"], column["group_id"], column["valid"], lengths=np.array([len(k) for k in kl]), kl=kl,
+            values=values, log_ratios=np.array([k.sum() for k in kl]))
+        for s in samples:
+            s.advantage = found[s.index] if isinstance(found, list) else float(found[s.index])
+        if self.critic:
+            self.critic.set_targets(samples, column["reward"], column["valid"], kl, values, stats, self.rank == 0)
+
+    def _accumulate(self, samples: list[Sample], job: UpdateJob, u: int, stats: Stats) -> bool:
         """Forward and backward of optimizer step u; returns whether every rank's loss was finite."""
         import torch
 
@@ -168,21 +198,20 @@ class LearnerRank:
         for m in range(job.micro_batches[u]):
             # DeepSpeed would count micro-batches itself and step too early or too late (OpenRLHF#1131).
             self.engine.set_gradient_accumulation_boundary(m == job.micro_batches[u] - 1)
-            batch = self._batch(samples, np.flatnonzero((update == u) & (micro == m)))
-            logprobs, entropy = self.engine(batch["ids"], batch["rows"], batch["columns"], job.temperature, True,
-                                            a.entropy_coef != 0)
-            if batch["samples"][0].old is None:
-                put_mismatch(stats, logprobs, batch, job.version)
-            pad = batch["pad"]
-            loss, found = policy_loss(
-                a, pad(logprobs), pad(batch["old"]), batch["advantages"], batch["weights"], pad(
-                    torch.ones_like(logprobs)), pad(batch["reference"]), pad(entropy), pad(batch["behaviour"]))
-            if not batch["empty"]:
+            b = self._micro_batch(samples, u, m)
+            logprobs, entropy = self.engine(b.ids, b.rows, b.columns, job.temperature, True, a.entropy_coef != 0)
+            old = b.flat("old")
+            if old is None:
+                put_mismatch(stats, logprobs, b, job.version)
+            loss, found = policy_loss(a, b.pad(logprobs), b.pad(old), b.advantages(), b.weights(), b.mask(),
+                                      b.pad(b.flat("reference")), b.pad(entropy), b.pad(b.flat("behaviour")))
+            if not b.empty:
                 merge(stats, found)
                 merge(stats, {"loss": (float(loss), 1.0 / self.world, float(loss), float(loss))})
             finite *= float(torch.isfinite(loss.detach()))
             self.engine.backward(loss * self.world)  # DeepSpeed averages over ranks; the weights already sum over them
         if self.world > 1:
+            finite = finite.to(self.device)
             torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
         return bool(finite.item())
 
@@ -204,43 +233,6 @@ class LearnerRank:
             norm = float(self.engine.get_global_grad_norm() or 0.0)
             finite = finite and not self.engine.optimizer.overflow
         return {"grad_norm": norm, "skipped": float(not finite), "learning_rate": learning_rate}
-
-    def _batch(self, samples: list[_Sample], members: np.ndarray) -> dict[str, Any]:
-        """Right-padded tensors of the chosen samples; no sample gives one row of weight 0 (ZeRO's collectives)."""
-        import torch
-
-        chosen = [samples[i] for i in members]
-        empty = not chosen
-        if empty:
-            chosen = [_Sample(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), np.full(1, -1, np.int32), 0.0, 0.0,
-                              np.zeros(1, np.float32), np.zeros(1, np.float32))]
-        width = max(len(s.ids) for s in chosen)
-        ids = np.zeros((len(chosen), width), np.int64)
-        for i, s in enumerate(chosen):
-            ids[i, : len(s.ids)] = s.ids
-        lengths = [len(s.ids) - s.prompt for s in chosen]
-        rows = np.repeat(np.arange(len(chosen)), lengths)
-        columns = np.concatenate([np.arange(s.prompt, len(s.ids)) for s in chosen])
-        place = columns - np.repeat([s.prompt for s in chosen], lengths)
-
-        def tensor(value: np.ndarray) -> Any:
-            return torch.from_numpy(np.ascontiguousarray(value)).to(self.device)
-
-        def flat(name: str) -> Any:
-            values = [getattr(s, name) for s in chosen]
-            return None if values[0] is None else tensor(np.concatenate(values))
-
-        rows_t, place_t = tensor(rows), tensor(place)
-
-        def pad(value: Any) -> Any:
-            return None if value is None else value.new_zeros(len(chosen), max(lengths)).index_put((rows_t, place_t),
-                                                                                                 value)
-
-        return {"samples": chosen, "empty": empty, "lengths": lengths, "ids": tensor(ids), "rows": rows_t,
-                "columns": tensor(columns), "behaviour": flat("behaviour"), "versions": flat("versions"),
-                "reference": flat("reference"), "old": flat("old"), "pad": pad,
-                "advantages": tensor(np.array([s.advantage for s in chosen], np.float32)),
-                "weights": tensor(np.array([s.weight for s in chosen], np.float64))}
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
@@ -285,11 +277,11 @@ class LearnerRank:
             beside.rename(directory)
 
 
-def put_mismatch(stats: Stats, logprobs: Any, batch: dict[str, Any], version: int) -> None:
+def put_mismatch(stats: Stats, logprobs: Any, batch: MicroBatch, version: int) -> None:
     """|learner - generator| log-prob of tokens sampled by this very version: what weight sync must keep near 0."""
-    same = batch["versions"] == version
+    same = batch.flat("versions", np.int64) == version
     if bool(same.any()):
-        diff = (logprobs.detach() - batch["behaviour"])[same].abs().double()
+        diff = (logprobs.detach() - batch.flat("behaviour"))[same].abs().double()
         merge(stats, {"mismatch": (float(diff.sum()), float(diff.numel()), float(diff.min()), float(diff.max()))})
 
 
@@ -313,15 +305,15 @@ def deepspeed_config(cfg: Any, numel: int) -> dict[str, Any]:
             "bf16": {"enabled": cfg.model.dtype == "bfloat16"}, "steps_per_print": 1 << 60}
 
 
-def _skippable_adamw() -> type:
+def skippable_adamw(parameters: Any, o: Any, lr: float) -> Any:
+    """AdamW of OptimizerConfig `o` that can sit out a step: DeepSpeed clears gradients as always, weights and moments
+    stay."""
     import torch
 
     class SkippableAdamW(torch.optim.AdamW):
-        """AdamW that can sit out a step: DeepSpeed clears its gradients as always, weights and moments stay."""
-
         skip = False
 
         def step(self, closure: Any = None) -> Any:
             return None if self.skip else super().step(closure)
 
-    return SkippableAdamW
+    return SkippableAdamW(parameters, lr=lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
