@@ -1,0 +1,175 @@
+"""Every wrong setting is refused before an engine starts, by one sentence that names the key and says what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from learner.config import CHOICES, Config, ConfigError, get, keys, validate
+from learner.main import CONF, load, nearest, rewrite
+
+ROOT = Path(__file__).parents[2]
+# Shipped algorithms that ask for a part that does not exist yet; each must say so.
+INCOMPLETE = {"grpo_process": "process"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder that looks like a model with a context of 128 tokens; nothing loads it here."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 128}))
+    return str(folder)
+
+
+def error_of(argv: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(argv)
+    return str(caught.value)
+
+
+CASES = [
+    (["rollout.group_sise=4"], ["rollout.group_sise=4", "unknown setting", "rollout.group_size"]),
+    (["rolout.group_size=4"], ["rolout.group_size=4", "unknown setting", "Did you mean rollout.group_size"]),
+    (["stepz=4"], ["stepz=4", "unknown setting", "steps"]),
+    (["+rollout.foo=1"], ["rollout.foo=1", "unknown setting"]),  # Hydra's own "+" would let it through
+    (["+foo=1"], ["foo=1", "unknown setting"]),
+    (["steps=abc"], ["steps=abc", "Integer"]),
+    (["rollout.group_size=1.5"], ["rollout.group_size=1.5", "Integer"]),
+    (["optimizer.lr=fast"], ["optimizer.lr=fast", "Float"]),
+    (["cluster.dashboard=maybe"], ["cluster.dashboard=maybe", "bool"]),
+    (["data.terms=[2,a]"], ["data.terms=[2,a]", "Integer"]),
+    (["seed=null"], ["seed=null", "must be given"]),
+    (["steps="], ["steps=", "Integer"]),
+    (["garbage"], ["garbage", "key=value"]),
+    (["learner.updates_per_batch=5"],
+     ["learner.updates_per_batch=5", "divide rollout.prompts_per_step=32", "[1, 2, 4, 8, 16, 32]"]),
+    (["learner.ranks=3"], ["learner.ranks=3", "divide the 256 samples", "rollout.group_size=8"]),
+    (["rollout.group_size=1"], ["rollout.group_size=1", "at least 2"]),
+    (["algorithm.kl_placement=none"], ["algorithm.beta=0.001", "kl_placement=none", "algorithm.beta=0"]),
+    (["rollout.max_tokens=100"], ["rollout.max_tokens=100", "128 tokens", "data.max_prompt_tokens=40", "140"]),
+    (["learner.micro_batch_tokens=50"], ["learner.micro_batch_tokens=50", "128 tokens"]),
+    (["algorithm.normaliser=foo"], ["algorithm.normaliser=foo", "sequence_mean, token_mean, constant"]),
+    (["algorithm.loss=foo"], ["algorithm.loss=foo", "ppo_clip"]),
+    (["algorithm.advantage=foo"], ["algorithm.advantage=foo", "rloo"]),
+    (["algorithm.kl=k9"], ["algorithm.kl=k9", "k1, k2, k3"]),
+    (["algorithm.normaliser=constant"], ["algorithm.loss_constant=None", "positive divisor"]),
+    (["learner.zero_stage=4"], ["learner.zero_stage=4", "0, 1, 2, 3"]),
+    (["model.dtype=float8"], ["model.dtype=float8", "float32, bfloat16"]),
+    (["resume=sometimes"], ["resume=sometimes", "expected one of"]),
+    (["algorithm=nope"], ["algorithm=nope", "dr_grpo, grpo"]),
+    (["experiment=nope"], ["experiment=nope", "r1_zero"]),
+    (["reward=zzz"], ["reward=zzz", "r1_zero"]),
+    (["logging=zzz"], ["logging=zzz", "default"]),
+    (["+reward.rules.nope=1"], ["reward.rules.nope=1", "unknown rule", "accuracy"]),
+    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "importance ratio", "rollout.top_p=1"]),
+    (["rollout.top_k=5"], ["rollout.top_k=5", "importance ratio"]),
+    (["rollout.top_p=1.5"], ["rollout.top_p=1.5", "(0, 1]"]),
+    (["rollout.temperature=0"], ["rollout.temperature=0", "more than 0"]),
+    (["rollout.max_staleness=1"], ["rollout.max_staleness=1", "algorithm.tis_cap"]),
+    (["steps=-1"], ["steps=-1", "at least 0"]),
+    (["seed=-1"], ["seed=-1", "at least 0"]),
+    (["optimizer.lr=-0.1"], ["optimizer.lr=-0.1", "at least 0"]),
+    (["algorithm.beta=-1"], ["algorithm.beta=-1", "at least 0"]),
+    (["algorithm.beta=nan"], ["algorithm.beta=nan", "at least 0"]),
+    (["algorithm.beta=inf"], ["algorithm.beta=inf", "at least 0"]),
+    (["algorithm.tis_cap=0"], ["algorithm.tis_cap=0", "more than 0"]),
+    (["generator.count=0"], ["generator.count=0", "at least 1"]),
+    (["learner.cpus=-1"], ["learner.cpus=-1", "at least 0"]),
+    (["evaluation.samples=0"], ["evaluation.samples=0", "at least 1"]),
+    (["reward.max_failure_share=2"], ["reward.max_failure_share=2", "[0, 1]"]),
+    (["generator.weight_backend=nccl"], ["generator.weight_backend=nccl", "GPU"]),
+    (["data=files"], ["data.path=", "questions"]),
+    (["data.terms=[]"], ["data.terms=[]", "how many numbers"]),
+    (["model=/no/such/model"], ["model.path=/no/such/model", "config.json"]),
+    (["model.path=???"], ["model.path=???", "must be given"]),
+]
+
+
+@pytest.mark.parametrize("argv, words", CASES, ids=[" ".join(argv) for argv, _ in CASES])
+def test_error_names_the_key_and_the_cure(model: str, argv: list[str], words: list[str]) -> None:
+    base = [] if argv[0].startswith("experiment=") else ["experiment=r1_zero"]
+    text = error_of([*base, f"model={model}", *argv])
+    for word in words:
+        assert word in text
+    assert len(text) < 400 and "\n" not in text
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["rollout.group_sise=4"], "Did you mean rollout.group_size?"),
+    (["rollout.group_size=1"], "rollout.group_size=1: "),
+    (["model=/no/such/model"], "model.path=/no/such/model: "),
+])  # fmt: skip
+def test_the_program_refuses_quickly(model: str, argv: list[str], words: str) -> None:
+    """Exit status 2, one line, within 10 s, and no output folder."""
+    started = time.monotonic()
+    run = subprocess.run([sys.executable, "-m", "learner.main", "experiment=r1_zero", f"model={model}", *argv],
+                         cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - started < 10
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.startswith("volley: error: ") and words in run.stderr and run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "algorithm").glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_algorithms_load(model: str, path: Path) -> None:
+    argv = [f"model={model}", "data.max_prompt_tokens=40", f"algorithm={path.stem}"]
+    if path.stem in INCOMPLETE:
+        assert INCOMPLETE[path.stem] in error_of(argv)
+    else:
+        assert load(argv).algorithm.name == path.stem
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_experiments_load(model: str, path: Path) -> None:
+    """With a stand-in for the model where the experiment names a pre-trained one."""
+    argv = [f"experiment={path.stem}"]
+    if "tiny_random" not in path.read_text():
+        argv.append(f"model={model}")
+    assert load(argv).experiment == path.stem
+
+
+@pytest.mark.parametrize("group", ["reward", "cluster", "logging"])
+def test_every_file_of_the_other_groups_loads(model: str, group: str) -> None:
+    for path in sorted((CONF / group).glob("*.yaml")):
+        load(["experiment=r1_zero", f"model={model}", f"{group}={path.stem}"])
+
+
+def test_short_forms() -> None:
+    assert rewrite(["experiment=r1_zero"]) == ["+experiment=r1_zero"]
+    assert rewrite(["model=tiny"]) == ["model=tiny"]
+    assert rewrite(["model=a/b"]) == ["model=hub", "model.path=a/b"]
+    assert rewrite(["data=countdown"]) == ["data=reasoning_gym", "data.name=countdown"]
+    assert rewrite(["data=x/y.jsonl"]) == ["data=files", "data.path=x/y.jsonl"]
+    assert rewrite(["cluster=10.0.0.1:6379"]) == ["cluster=auto", "cluster.address=10.0.0.1:6379"]
+    assert rewrite(["cluster=local", "steps=3"]) == ["cluster=local", "steps=3"]
+
+
+def test_names_that_config_repeats_are_those_of_the_code() -> None:
+    """The lists in CHOICES stand there because the modules are slow to import; they must not drift apart."""
+    from learner import advantages, losses
+
+    assert set(CHOICES["algorithm.advantage"]) == set(advantages.NAMES)
+    assert set(CHOICES["algorithm.loss"]) == set(losses.LOSSES)
+    assert set(CHOICES["algorithm.normaliser"]) == set(losses.NORMALISERS)
+
+
+def test_choices_and_keys_exist_in_the_schema() -> None:
+    assert set(CHOICES) <= set(keys())
+    assert get(Config(), "rollout.group_size") == 8
+    assert nearest("rollout.grupsize") == "rollout.group_size"
+    assert nearest("zzzzzz") is None
+
+
+def test_validate_passes_what_divides() -> None:
+    cfg = Config()
+    cfg.model = replace(cfg.model, path="some/hub-id")  # unknown context: checked when it is loaded
+    cfg.reward.rules = {"accuracy": 1.0}
+    cfg.learner = replace(cfg.learner, ranks=2, updates_per_batch=4)
+    validate(cfg)
+    assert cfg.samples_per_step == 256
