@@ -62,9 +62,10 @@ class GeneratorPool:
         env = generator_env(g.kv_cache_gib, g.gpus)
         if g.threads:
             env["OMP_NUM_THREADS"] = str(g.threads)
-        return ray.remote(Generator).options(
-            name=f"generator-{index}" + (f"-{self.restarts}" if self.restarts else ""), num_cpus=g.cpus,
-            num_gpus=g.gpus, max_concurrency=10_000, runtime_env={"env_vars": env}).remote(f"generator-{index}", self.args, self.stop)
+        name = f"generator-{index}" + (f"-{self.restarts}" if self.restarts else "")
+        options = {"name": name, "num_cpus": g.cpus, "num_gpus": g.gpus, "max_concurrency": 10_000,
+                   "runtime_env": {"env_vars": env}}
+        return ray.remote(Generator).options(**options).remote(f"generator-{index}", self.args, self.stop)
 
     def start(self) -> None:
         """Until every engine answers."""

@@ -407,3 +407,16 @@ def _check_reward(cfg: Config) -> None:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def table() -> str:
+    """docs/configuration.md's table: every key, its default, and what is allowed."""
+    ranges = {key: f"{'>=' if inclusive else '>'} {low}" for key, low, inclusive in RANGES}
+    rows = ["| setting | default | allowed |", "| --- | --- | --- |"]
+    default = Config()
+    for key in keys():
+        value = get(default, key)
+        shown = "" if value in (MISSING, "", {}) else json.dumps(value)
+        allowed = " \\| ".join(map(str, CHOICES[key])) if key in CHOICES else ranges.get(key, "")
+        rows.append(f"| `{key}` | {shown} | {allowed} |")
+    return "\n".join(rows) + "\n"

@@ -21,13 +21,14 @@ def step_metrics(groups: Sequence[Any], scores: Scores, batch: Assembled, result
     metas = [g.meta for g in groups]
     lengths = np.concatenate([m.lengths for m in metas])
     prompts = np.array([m.prompt_tokens for m in metas])
+    trained = version - bool(synced)  # the version that this step's gradient belongs to
     values: dict[str, float | Stat] = {
         "response_length": Stat.of(lengths.tolist()), "prompt_length": Stat.of(prompts.tolist()),
         "response_length/clip_ratio": float(np.mean([r == "length" for m in metas for r in m.finish_reasons])),
         "advantage": Stat.of(batch.advantages.tolist()),
         "perf/total_num_tokens": float(lengths.sum() + sum(m.prompt_tokens * len(m.lengths) for m in metas)),
         "training/policy_version": float(version), "generator/restarts": float(restarts),
-        "training/staleness": Stat.of([float(m.version_max - m.version_min) for m in metas]),
+        "training/staleness": Stat.of([float(trained - m.version_min) for m in metas if m.version_min >= 0]),
         **{f"groups/{k}": float(v) for k, v in books.items()},
         **{f"timing_s/{k}": v for k, v in timing.items()},
         **{f"regime/{k}": v for k, v in regimes.shares(batch.regimes).items()},
