@@ -11,8 +11,9 @@ from reward_service.rules import TAGS, RewardItem
 GOLD = r"\frac{7391}{3}+\sqrt{5}"  # no random expression over small numbers has this value
 WHOLE = "7391"
 _SOUP = [r"\frac", r"\sqrt", "{", "}", "(", ")", "[", "]", "^", "_", "+", "-", "*", "/", "=", "<", ",", ";", "|",
-         "!", "%", "x", "y", "pi", r"\pi", r"\infty", r"\cup", r"\in", r"\pm", r"\left(", r"\right)", r"\text{", r"\boxed{",
-         "$",         r"\\", "&", r"\begin{pmatrix}", r"\end{pmatrix}", " ", " ", "0", "1", "2", "3", "12", "0.5", "1,000", "e", "i",
+         "!", "%", "x", "y", "pi", r"\pi", r"\infty", r"\cup", r"\in", r"\pm", r"\left(", r"\right)", r"\text{",
+         r"\boxed{", "$", r"\\", "&", r"\begin{pmatrix}", r"\end{pmatrix}", " ", " ", "0", "1", "2", "3", "12", "0.5",
+         "1,000", "e", "i",
          r"\int", r"\sum_{k=1}^{9}", r"\lim", r"\overline{3}", "or", "and", "not", "percent", "cm", r"^\circ", ":", ".",
          "°", "½", "²", "−", "≤", "∞", "答案", "입니다", "\u200b", "\u202e", "\x00", "\ud800", "٣", "３"]
 _CODE = ["__import__('os').system('touch {mark}')", "exec(\"open('{mark}','w')\")",

@@ -123,6 +123,7 @@ class RewardPool:
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores every item; blocks. Raises RewardPoolError if the pool is closed or cannot start workers."""
+        self._check()
         batch = _Batch([None] * len(items), len(items))
         for index, item in enumerate(items):
             while not self._admit.acquire(timeout=1.0):

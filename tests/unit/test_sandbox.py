@@ -196,8 +196,8 @@ def test_it_confines_without_privileges_too() -> None:
     command = ("import os, sys; os.setgroups([]); os.setgid(4321); os.setuid(4321)\n"
                "os.execv(sys.argv[1], [*sys.argv[1:2], '-I', '-S', '-c', *sys.argv[2:]])")
     read, write = os.pipe()
-    run = subprocess.run([str(python), "-c", command, str(python), script, str(write)], input=json.dumps(job).encode(), pass_fds=[write],
-                         capture_output=True, timeout=30)
+    run = subprocess.run([str(python), "-c", command, str(python), script, str(write)], pass_fds=[write],
+                         input=json.dumps(job).encode(), capture_output=True, timeout=30)
     os.close(write)
     status = json.loads(os.read(read, 1000))
     os.close(read)
