@@ -155,7 +155,8 @@ LOSS_NAMES = {
     "policy_loss": "actor/pg_loss", "kl_ref": "actor/kl_loss", "kl_old": "actor/ppo_kl", "entropy": "actor/entropy",
     "ratio": "actor/ratio", "tis_weight": "actor/tis_weight", "clip_fraction_low": "clip_ratio/low_mean",
     "clip_fraction_high": "clip_ratio/high_mean", "dual_clip_fraction": "actor/pg_clipfrac_lower",
-    "explained_variance": "critic/vf_explained_var", "value_loss": "critic/vf_loss", "value": "critic/values", "value_clip_fraction": "critic/vf_clipfrac",
+    "value_loss": "critic/vf_loss", "value": "critic/values", "value_clip_fraction": "critic/vf_clipfrac",
+    "explained_variance": "critic/vf_explained_var",
 }  # fmt: skip
 FAMILIES = [(name.partition("{")[0], name.partition("}")[2], name) for name in METRICS if "{" in name]
 

@@ -313,7 +313,7 @@ def validate(cfg: Config) -> None:
 def _check_model(cfg: Config) -> None:
     path = cfg.model.path
     if cfg.model.init == "pretrained" and path.startswith(("/", "./", "../", "~")):
-        if not (Path(path).expanduser() / "config.json").is_file():
+        if not (Path(path).expanduser() / (cfg.model.gguf_file or "config.json")).is_file():
             raise ConfigError("model.path", path, "expected a Hugging Face model directory with a config.json",
                               "Give a path that exists, or a hub id.")
     if cfg.stage == "pretrain" and cfg.data.kind != "corpus":

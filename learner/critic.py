@@ -38,7 +38,7 @@ class Critic:
     def __init__(self, cfg: Any, device: Any) -> None:
         import deepspeed
 
-        from learner.model import load_model
+        from learner.model import disable_dropout, load_model
         from learner.worker import deepspeed_config, skippable_adamw
 
         self.cfg, self.device = cfg, device
@@ -46,6 +46,7 @@ class Critic:
         self.clip = options.get("value_clip")
         self.value_lam = options.get("value_lam", cfg.algorithm.lam)
         model = ValueModel(load_model(cfg.model, cfg.seed))
+        disable_dropout(model)
         lr = float(options.get("critic_lr", cfg.optimizer.lr))
         self.optimizer = skippable_adamw(model.parameters(), cfg.optimizer, lr)
         numel = sum(p.numel() for p in model.parameters())

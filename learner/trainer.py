@@ -110,6 +110,8 @@ class Trainer:
         cfg = self.cfg
         self.tokenizer = load_tokenizer(cfg.model)
         self.model_path = str(materialise(cfg.model, self.run_dir / "initial_model", cfg.seed))
+        # From here on every actor reads this one directory, whatever it was made from.
+        cfg.model.path, cfg.model.init, cfg.model.gguf_file, cfg.model.tokenizer = self.model_path, "pretrained", "", ""
         self.learner = LearnerGroup(cfg)
         self.generators = GeneratorPool(cfg, self.model_path, stop_ids(self.tokenizer, self.model_path),
                                         cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)
@@ -145,7 +147,9 @@ class Trainer:
         self.heldout = heldout.prompts()[: cfg.data.heldout_size]
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Prompt ids, with the tokens the tokenizer puts before a text (BOS) and none that it puts after."""
+        ids = self.tokenizer(text)["input_ids"]
+        return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def admit(self) -> None:
         """Start as many groups as can still be trained within max_staleness versions (actors/staleness.py)."""
@@ -156,7 +160,8 @@ class Trainer:
             self.ledger.admit(group_id)
             if self.cfg.algorithm.data in COLUMNS:
                 group, self.given[group_id] = given_group(
-                    group_id, prompt, self.tokenizer, self.cfg.algorithm.data, self.cfg.seed, r.max_tokens)
+                    group_id, prompt, self.encode(prompt.text), self.tokenizer, self.cfg.algorithm.data, self.cfg.seed,
+                    r.max_tokens)
                 self.ledger.finish(group_id)
                 self.queue.append(group)
                 continue

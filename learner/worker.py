@@ -65,7 +65,7 @@ class LearnerRank:
         import deepspeed
         import torch
 
-        from learner.model import Policy, load_model
+        from learner.model import Policy, disable_dropout, load_model
 
         torch.set_num_threads(self.cfg.learner.threads or max(1, int(self.cfg.learner.cpus)))
         self.on_gpu = self.cfg.learner.gpus > 0
@@ -73,6 +73,7 @@ class LearnerRank:
         torch.manual_seed(self.cfg.seed)
         model = load_model(self.cfg.model, self.cfg.seed)
         model.config.use_cache = False
+        disable_dropout(model)
         if self.cfg.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         self.policy = Policy(model, self.cfg.learner.logprob_chunk_tokens)
@@ -245,6 +246,10 @@ class LearnerRank:
         from learner.weights import buckets, flatten, gathered
 
         self.probe_ids = probe_ids or self.probe_ids
+        if self.zero3 and self.world > 1:  # a forward pass is a collective: all ranks must make the same ones
+            shared = [self.probe_ids]
+            torch.distributed.broadcast_object_list(shared, src=0)
+            self.probe_ids = shared[0]
         out = []
         if self.rank == 0 or self.zero3:
             for group in buckets(list(self.policy.model.named_parameters()), limit):
