@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-STATUSES = ("ok", "error", "timeout", "ungradable")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _TAG = re.compile("|".join(TAGS))
 

@@ -10,11 +10,12 @@ from functools import lru_cache
 from typing import Any
 
 from reward_service import grading
-from reward_service.mathtext import Unreadable, normalise
+from reward_service.mathexpr import Parser, evaluate
+from reward_service.mathtext import Unreadable, normalise, tokenise
 from reward_service.rules import Grade, RewardItem, answer_block
 
 MAX_COUNTDOWN = 2000  # characters
-_COUNTDOWN = re.compile(r"\s*(?:(\d+)|([-+*/()=]))")
+_MISPLACED = re.compile(r"\d\s+\d|\d\s*\(|\)\s*[\d(]|(?:^|[+\-*/(])\s*(?:-\s*[(+\-]|\+)|\d{31}")
 
 
 def grade(item: RewardItem, options: Mapping[str, Any]) -> Grade:
@@ -35,85 +36,20 @@ def grade(item: RewardItem, options: Mapping[str, Any]) -> Grade:
 # ---- countdown ---------------------------------------------------------------------------------------------------
 
 
-class _Countdown:
-    """Exact value of an expression over + - * / and parentheses, collecting the numbers it uses."""
-
-    def __init__(self, tokens: list[str]):
-        self.tokens, self.at, self.depth, self.used = tokens, 0, 0, []
-
-    def take(self, *texts: str) -> str:
-        if self.at < len(self.tokens) and self.tokens[self.at] in texts:
-            self.at += 1
-            return self.tokens[self.at - 1]
-        return ""
-
-    def sum(self) -> Fraction:
-        value = self.product()
-        while sign := self.take("+", "-"):
-            term = self.product()
-            value = value + term if sign == "+" else value - term
-        return value
-
-    def product(self) -> Fraction:
-        value = self.factor()
-        while sign := self.take("*", "/"):
-            factor = self.factor()
-            if sign == "/" and factor == 0:
-                raise Unreadable("division by zero")
-            value = value * factor if sign == "*" else value / factor
-        return value
-
-    def factor(self) -> Fraction:
-        if self.take("("):
-            self.depth += 1
-            if self.depth > 50:
-                raise Unreadable("too deeply nested")
-            value = self.sum()
-            if not self.take(")"):
-                raise Unreadable("a parenthesis is not closed")
-            self.depth -= 1
-            return value
-        sign = -1 if self.take("-") else 1
-        if self.at >= len(self.tokens) or not self.tokens[self.at].isdigit():
-            raise Unreadable("a number is missing")
-        self.used.append(int(self.tokens[self.at]))
-        self.at += 1
-        return Fraction(sign * self.used[-1])
-
-
 def countdown_value(text: str) -> tuple[Fraction, list[int]]:
     """(value, numbers used) of an arithmetic expression; "= n" may follow it and must then hold. Never run as code.
 
     Raises Unreadable for anything but + - * / ( ), whole numbers, and a minus sign in front of a number.
     """
-    text = normalise(text).strip()
-    if len(text) > MAX_COUNTDOWN:
-        raise Unreadable("too long")
-    tokens, position = [], 0
-    while position < len(text.rstrip()):
-        match = _COUNTDOWN.match(text, position)
-        if not match or not match.group().isascii():
-            raise Unreadable(f"{text[position:].strip()[:1]!r} is not allowed")
-        if match.group(1) and (len(match.group(1)) > 30 or tokens and tokens[-1].isdigit()):
-            raise Unreadable("numbers side by side, or too long")
-        tokens.append(match.group(1) or match.group(2))
-        position = match.end()
-    sides = [_Countdown(list(side)) for side in _split(tokens)]
-    if len(sides) > 2:
-        raise Unreadable("more than one equality")
-    values = [side.sum() for side in sides]
-    if any(side.at != len(side.tokens) for side in sides):
-        raise Unreadable("operators or parentheses do not fit")
-    if len(sides) == 2 and (len(sides[1].tokens) > 2 or values[0] != values[1]):
+    expression, equals, result = normalise(text).partition("=")
+    if len(expression) > MAX_COUNTDOWN or not re.fullmatch(r"[\d\s+\-*/()]+", expression):
+        raise Unreadable("only + - * / ( ) and whole numbers are allowed, up to 2000 characters")
+    if _MISPLACED.search(expression):
+        raise Unreadable("an operator is missing between numbers or parentheses, or a sign is not one of a number")
+    value = evaluate(Parser(tokenise(expression, lambda word: False)).whole())
+    if equals and not (re.fullmatch(r"\s*-?\d{1,30}\s*", result) and Fraction(result.strip()) == value):
         raise Unreadable("the stated result is not that of the expression")
-    return values[0], sides[0].used
-
-
-def _split(tokens: list[str]) -> list[list[str]]:
-    sides: list[list[str]] = [[]]
-    for token in tokens:
-        sides.append([]) if token == "=" else sides[-1].append(token)
-    return sides
+    return value, [int(digits) for digits in re.findall(r"\d+", expression)]
 
 
 def _countdown(block: str, item: RewardItem, options: Mapping[str, Any]) -> Grade:

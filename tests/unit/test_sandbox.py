@@ -16,7 +16,8 @@ from reward_service import sandbox, tasks
 from reward_service.rules import RewardItem, Scorer, score_safely
 from reward_service.sandbox import Limits, Run, SandboxUnavailable, run_program, run_tests
 
-QUICK = Limits(wall_s=1.5, cpu_s=1.0, memory_mib=256)
+QUICK = Limits(wall_s=1.5, memory_mib=256)  # for programs that never end
+PATIENT = Limits(wall_s=20.0, cpu_s=10.0, memory_mib=256)  # for those that do, on a busy machine too
 
 
 def available() -> str:
@@ -79,9 +80,9 @@ def test_an_honest_program_gets_its_input_and_is_heard() -> None:
     ("print(", "error"),
 ])  # fmt: skip
 def test_attack_is_reported_as_what_it_was(program: str, kind: str) -> None:
-    start = time.monotonic()
-    assert run_program(program, "", QUICK).kind == kind
-    assert time.monotonic() - start < QUICK.wall_s + 3.0
+    limits, start = QUICK if kind in ("time limit", "process limit") else PATIENT, time.monotonic()
+    assert run_program(program, "", limits).kind == kind
+    assert time.monotonic() - start < limits.wall_s + 3.0
     assert left_over() == []
 
 
@@ -90,8 +91,8 @@ def test_a_daemon_does_not_outlive_its_program() -> None:
     program = ("import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    time.sleep(60)\n"
                "  os._exit(0)\nprint('done')")
     start = time.monotonic()
-    assert run_program(program, "", QUICK).stdout == "done\n"
-    assert time.monotonic() - start < 1.4  # its open output does not hold us up either
+    assert run_program(program, "", PATIENT).stdout == "done\n"
+    assert time.monotonic() - start < 10.0  # its open output does not hold us up either
     assert left_over() == []
 
 
