@@ -46,15 +46,35 @@ class Policy(nn.Module):
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state[rows, columns - 1]
         targets = ids[rows, columns]
+        head = self.model.get_output_embeddings()
+        parts = list(zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True))
+        wanted = _calls(head, len(parts))
+        # Chunks that only keep the head's calls in step with other ranks: one row, whose value is left out below.
+        parts += [(hidden[:1], targets[:1])] * (wanted - len(parts))
         pieces = []
-        several = hidden.shape[0] > self.chunk
-        for part, target in zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True):
-            args = (self.model.get_output_embeddings(), part, target, temperature, entropy, entropy_grad)
+        for part, target in parts:
+            args = (head, part, target, temperature, entropy, entropy_grad)
             # Recomputed in backward, so that no chunk's logits outlive its turn.
             pieces.append(checkpoint(_logprobs, *args, use_reentrant=False)
-                          if several and torch.is_grad_enabled() else _logprobs(*args))
+                          if wanted > 1 and torch.is_grad_enabled() else _logprobs(*args))
+        count = len(targets)
         logprobs = torch.cat([p[0] for p in pieces])
-        return logprobs, torch.cat([p[1] for p in pieces]) if entropy else None
+        # Times 0 rather than cut off: their backward must run on this rank too.
+        logprobs = logprobs[:count] + 0.0 * logprobs[count:].sum()
+        return logprobs, torch.cat([p[1] for p in pieces])[:count] if entropy else None
+
+
+def _calls(head: nn.Module, wanted: int) -> int:
+    """How often every rank calls the head in this forward pass: the most that any rank wants.
+
+    Under ZeRO-3 each call gathers the head's weight from all ranks, so a rank with fewer tokens, hence fewer chunks,
+    would leave the others waiting for ever."""
+    sharded = any(hasattr(p, "ds_id") for p in head.parameters())
+    if not sharded or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return wanted
+    most = torch.tensor(wanted, device=next(head.parameters()).device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return int(most)
 
 
 def _logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool,
