@@ -270,6 +270,8 @@ def same_value(gold, answer) -> bool:
         return _same_relation(gold, answer)
     if isinstance(gold, Seq) and isinstance(answer, Seq):
         return _same_sequence(gold, answer)
+    if isinstance(answer, Seq) and answer.kind == "list" and isinstance(gold, tuple):
+        return 0 < len(answer.items) <= MAX_MEMBERS and all(same_value(gold, item) for item in answer.items)
     if any(isinstance(side, Seq | Relation) for side in (gold, answer)):
         return _same_named(gold, answer)
     return equal(gold, answer)

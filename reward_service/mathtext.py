@@ -53,6 +53,7 @@ _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (
     (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset "), (r"\\backslash(?![A-Za-z])", r"\\setminus "),
     (r"\\mathbb\s*\{?R\}?|\\R(?![A-Za-z])", r"\\reals "),
     (r"\*\*", "^"),
+    (r"(?i)\bper\s+cent\b", "percent"),
 )]
 
 
@@ -89,7 +90,7 @@ def normalise(text: str) -> str:
         text = "".join(map(_character, text))
     else:
         text = text.translate({9: " ", 10: " ", 13: " "})
-    if "\\" in text or "*" in text or "=" in text or "~" in text or "{" in text:
+    if any(sign in text for sign in "\\*=~{") or "cent" in text:
         for pattern, new in _SPELLINGS:
             text = pattern.sub(new, text)
         text = re.sub(r"\\[\[\]()]", " ", text)
@@ -213,6 +214,8 @@ def _name_tokens(name: str, spaced: bool, prose: bool, is_unit, before: list[Tok
         return [Token("word", name, spaced)]
     if len(name) == 1:
         return [Token("sym", name, spaced)]
+    if name[-1] in "xy" and name[:-1] in FUNCTIONS:  # sinx
+        return [Token("fun", name[:-1], spaced), Token("sym", name[-1])]
     if len(name) > 3 or is_unit(name):
         return [Token("word", name, spaced)]
     glued = bool(before) and not spaced and before[-1].kind != "word" and before[-1].text not in ".:,"
