@@ -170,6 +170,12 @@ class EvaluationConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    every: int = 20  # steps; 0: only at the end and on SIGTERM
+    keep: int = 2  # newest that stay; 0: all
+
+
+@dataclass
 class ClusterConfig:
     address: str = "auto"  # auto: a running cluster if RAY_ADDRESS names one, else a local one | local | host:port
     num_cpus: int = 0  # logical CPUs of a local cluster; 0: those of the machine
@@ -197,7 +203,8 @@ class Config:
     steps: int = 64
     seed: int = 0
     run_dir: str = ""
-    resume: str = "never"
+    resume: str = "never"  # never | auto (go on if run_dir holds a checkpoint) | folder of a run or of a checkpoint
+    allow_changes: bool = False  # resume although settings differ from those of the checkpoint
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -208,6 +215,7 @@ class Config:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -218,7 +226,6 @@ class Config:
 
 CHOICES = {
     "stage": ("rl", "pretrain"),
-    "resume": ("never",),
     "model.init": ("pretrained", "random"),
     "model.dtype": ("float32", "bfloat16"),
     "data.kind": ("arithmetic", "reasoning_gym", "files", "corpus"),
@@ -255,7 +262,9 @@ RANGES = (
     ("evaluation.samples_during", 1, True), ("evaluation.temperature", 0, False), ("data.heldout_size", 1, True),
     ("data.max_prompt_tokens", 1, True), ("data.max_number", 1, True), ("algorithm.beta", 0, True),
     ("algorithm.eps_low", 0, True), ("algorithm.eps_high", 0, True), ("cluster.object_store_mib", 80, True),
-    ("cluster.start_timeout_s", 0, False), ("cluster.num_cpus", 0, True), ("logging.rollouts", -1, True),
+    ("cluster.start_timeout_s", 0, False),
+    ("checkpoint.every", 0, True), ("checkpoint.keep", 0, True),
+    ("cluster.num_cpus", 0, True), ("logging.rollouts", -1, True),
     ("learner.cpus", 0, True), ("learner.gpus", 0, True), ("learner.threads", 0, True), ("generator.cpus", 0, True),
     ("generator.gpus", 0, True), ("generator.threads", 0, True), ("reference.cpus", 0, True),
     ("reference.gpus", 0, True), ("algorithm.entropy_coef", 0, True), ("algorithm.tis_cap", 0, False),
@@ -360,8 +369,8 @@ def _check_algorithm(cfg: Config) -> None:
                           f"algorithm={a.name} uses the group's mean as its baseline and needs at least 2",
                           "Raise rollout.group_size or choose an algorithm without a group baseline.")
     if a.advantage == "process":
-        raise ConfigError("algorithm.advantage", a.advantage, "process supervision needs step rewards, and no process "
-                          "reward model is available yet", "Use algorithm=grpo.")
+        raise ConfigError("algorithm.advantage", a.advantage, "process supervision needs step rewards, and no "
+                          "process reward model is available yet", "Use algorithm=grpo.")
     if (a.advantage == "gae") != a.critic:
         raise ConfigError("algorithm.critic", a.critic, f"algorithm.advantage={a.advantage} "
                           f"{'needs' if a.advantage == 'gae' else 'has no use for'} a critic")

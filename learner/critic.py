@@ -7,6 +7,7 @@ default algorithm.lam: decoupled lambdas), value_pretrain_steps (steps in which 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,10 @@ class ValueModel(nn.Module):
 class Critic:
     """One rank's share of the critic. `cfg`: learner.config.Config."""
 
-    def __init__(self, cfg: Any, device: Any) -> None:
+    def __init__(self, cfg: Any, device: Any, saved: Path | None) -> None:
         import deepspeed
 
+        from learner import tensors
         from learner.model import disable_dropout, load_model
         from learner.worker import deepspeed_config, skippable_adamw
 
@@ -45,13 +47,18 @@ class Critic:
         options = cfg.algorithm.options
         self.clip = options.get("value_clip")
         self.value_lam = options.get("value_lam", cfg.algorithm.lam)
-        model = ValueModel(load_model(cfg.model, cfg.seed))
+        self.model = model = ValueModel(load_model(cfg.model, cfg.seed))
         disable_dropout(model)
+        if saved:
+            tensors.load_weights(saved, model)
         lr = float(options.get("critic_lr", cfg.optimizer.lr))
         self.optimizer = skippable_adamw(model.parameters(), cfg.optimizer, lr)
         numel = sum(p.numel() for p in model.parameters())
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer,
                                                config=deepspeed_config(cfg, numel))
+        tensors.start_count_at_zero(self.optimizer)
+        if saved:
+            tensors.load_optimizer(saved, model, self.optimizer, cfg.learner.zero_stage)
 
     def evaluate(self, batch: MicroBatch) -> None:
         """Set each sample's values under the critic as it stands (call without gradient)."""

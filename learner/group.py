@@ -27,11 +27,12 @@ class LearnerGroup:
             actor.options(name=f"learner-{r}", num_cpus=lr.cpus, num_gpus=lr.gpus, runtime_env={"env_vars": env})
             .remote(r, lr.ranks, cfg) for r in range(lr.ranks)]
 
-    def start(self) -> dict[str, float]:
-        """Build the engines; returns {"parameters": count}."""
+    def start(self, checkpoint: str | None = None) -> dict[str, float]:
+        """Build the engines, from a checkpoint's folder if given; returns {"parameters": count}."""
         lr = self.cfg.learner
         address, port = get(self.ranks[0].rendezvous.remote(), lr.timeout_s, "learner-0: rendezvous", HINT)
-        return get([r.start.remote(address, port) for r in self.ranks], lr.timeout_s, "learner: start", HINT)[0]
+        started = [r.start.remote(address, port, checkpoint) for r in self.ranks]
+        return get(started, lr.timeout_s, "learner: start", HINT)[0]
 
     def update(self, job: UpdateJob) -> dict[str, Any]:
         """Train on one batch. Returns {"stats": name -> (sum, count, min, max), "steps": a dict an optimizer step}."""
@@ -48,6 +49,11 @@ class LearnerGroup:
         found = get([r.publish.remote(g.bucket_mib << 20, g.sync_tolerance, probe_ids) for r in self.ranks],
                     g.sync_timeout_s, f"learner: publish version {version}", HINT)[0]
         return Published(version, found["buckets"], found["probe"])
+
+    def save_state(self, folder: str) -> None:
+        """Write policy.safetensors (and critic.safetensors) into an existing folder."""
+        get([r.save_state.remote(folder) for r in self.ranks], self.cfg.learner.timeout_s,
+            f"learner: save {folder}", HINT)
 
     def save_model(self, directory: str, tokenizer: Any) -> None:
         """Write a Hugging Face directory that does not exist yet."""

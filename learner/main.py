@@ -164,11 +164,13 @@ def main(argv: list[str] | None = None) -> int:
         return hydra_main(argv)
     try:
         cfg = load(argv)
+        from learner.run import execute
     except ConfigError as error:
         print(f"volley: error: {error}", file=sys.stderr)
         return 2
-    from learner.run import execute
-
+    except KeyboardInterrupt:
+        print("\nvolley: interrupted", file=sys.stderr)
+        return 130
     return execute(cfg)
 
 

@@ -10,11 +10,11 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
 
+from learner.checkpoint import MANIFEST
 from learner.config import Config
 
 STOP_S = 12.0  # an interrupted run is gone after this, whatever hangs
@@ -27,8 +27,13 @@ class RunError(RuntimeError):
 def prepare(cfg: Config) -> Path:
     """Create the run's folder and write the resolved configuration into it; refuses one that holds a run already."""
     run_dir = Path(cfg.run_dir or f"outputs/{cfg.experiment}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    if (run_dir / "config.yaml").exists():
-        raise RunError(f"run_dir={run_dir}: holds a run already. Give another run_dir, or remove that folder.")
+    if cfg.resume not in ("never", "auto"):
+        given = Path(cfg.resume).absolute()
+        run_dir = Path(cfg.run_dir).absolute() if cfg.run_dir else given.parent.parent if (
+            given / MANIFEST).is_file() else given
+    if (run_dir / "config.yaml").exists() and cfg.resume == "never":
+        raise RunError(f"run_dir={run_dir}: holds a run already. Give another run_dir, or go on with that run: "
+                       "resume=auto.")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False))
@@ -39,12 +44,13 @@ def prepare(cfg: Config) -> Path:
 
 def execute(cfg: Config) -> int:
     """Run `cfg`; returns the exit status (0 done, 1 failed, 130 interrupted)."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: _terminate(stopping))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
     try:
         run_dir = prepare(cfg)
-        _run(cfg, run_dir, started)
+        _run(cfg, run_dir, started, stopping)
         return 0
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the cleaning up
@@ -62,7 +68,7 @@ def execute(cfg: Config) -> int:
         _close()
 
 
-def _run(cfg: Config, run_dir: Path, started: float) -> None:
+def _run(cfg: Config, run_dir: Path, started: float, stopping: threading.Event) -> None:
     from cluster.local import connect
 
     print(f"volley: {cfg.experiment} -> {run_dir}", flush=True)
@@ -74,7 +80,7 @@ def _run(cfg: Config, run_dir: Path, started: float) -> None:
     else:
         from learner.trainer import Trainer
 
-        Trainer(cfg, run_dir, started).run()
+        Trainer(cfg, run_dir, started, stopping).run()
 
 
 def _close() -> None:
@@ -92,8 +98,13 @@ def _close() -> None:
             continue
 
 
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+def _terminate(stopping: threading.Event) -> None:
+    """SIGTERM: the trainer ends after its step, with a checkpoint; where that takes too long, without one."""
+    if stopping.is_set():
+        raise KeyboardInterrupt
+    stopping.set()
+    print("volley: SIGTERM: ending after this step", file=sys.stderr, flush=True)
+    _force_exit_after(STOP_S)
 
 
 def _force_exit_after(seconds: float) -> None:

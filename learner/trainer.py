@@ -5,22 +5,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 
-from actors.prompts import PromptStream, build_dataset
+from actors.prompts import Prompt, PromptStream, build_dataset
 from actors.records import SamplingParams
 from actors.reference import ReferencePool
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from actors.staleness import Ledger, admissible
 from cluster.metrics import MetricLog
 from cluster.progress import Progress, comparison
+from learner import checkpoint
 from learner.assemble import Assembled, Scores, assemble, read_scores
 from learner.config import Config, ConfigError
 from learner.evaluate import summarise
@@ -37,10 +42,13 @@ EVALUATION_IDS = -1_000_000  # group ids of evaluations count down from here, ap
 
 
 class Trainer:
-    """Owns the actors of one run. `started`: time.monotonic() when the program began (for setup_s)."""
+    """Owns the actors of one run. `started`: time.monotonic() when the program began (for setup_s); `stopping`: set by
+    SIGTERM: finish the step, write a checkpoint, go."""
 
-    def __init__(self, cfg: Config, run_dir: Path, started: float) -> None:
-        self.cfg, self.run_dir, self.started = cfg, run_dir, started
+    def __init__(self, cfg: Config, run_dir: Path, started: float, stopping: Event) -> None:
+        self.cfg, self.run_dir, self.started, self.stopping = cfg, run_dir, started, stopping
+        self.done = 0  # steps
+        self.before: dict[str, Any] = {}
         self.version = 0
         self.optimizer_steps = 0
         self.timing: dict[str, float] = {}
@@ -51,6 +59,7 @@ class Trainer:
         self.tokens = 0
         self.generating_s = 0.0
         self.worst_mismatch = 0.0
+        self.readmitted: list[tuple[int, Prompt]] = []
 
     # ---- the run ----------------------------------------------------------------------------------------------
 
@@ -65,11 +74,17 @@ class Trainer:
         cfg = self.cfg
         self.start()
         setup_s = time.monotonic() - self.started
-        with Progress(cfg.steps, cfg.logging.progress, cfg.experiment) as self.progress:
-            self.progress.note(f"engines ready after {setup_s:.0f} s; measuring the model before training")
-            before = self.evaluate(0, cfg.evaluation.samples)
-            for step in range(1, cfg.steps + 1):
+        with Progress(cfg.steps, cfg.logging.progress, cfg.experiment, done=self.done) as self.progress:
+            self.progress.note(f"engines ready after {setup_s:.0f} s")
+            self.before = before = self.before or self.evaluate(0, cfg.evaluation.samples)
+            for step in range(self.done + 1, cfg.steps + 1):
                 self.step(step)
+                self.done = step
+                last = step == cfg.steps or self.stopping.is_set()
+                if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+                    self.save_checkpoint()
+                if self.stopping.is_set():
+                    raise KeyboardInterrupt
                 if cfg.evaluation.every and step % cfg.evaluation.every == 0 and step < cfg.steps:
                     self.evaluate(step, cfg.evaluation.samples_during)
             if cfg.algorithm.data == "sft_samples" and cfg.steps:
@@ -108,6 +123,8 @@ class Trainer:
     def start(self) -> None:
         """Bring every actor up, side by side, and prove that the generators hold the learner's weights."""
         cfg = self.cfg
+        saved = find_checkpoint(cfg, self.run_dir)
+        state = json.loads((saved / "trainer.json").read_text()) if saved else None
         self.tokenizer = load_tokenizer(cfg.model)
         self.model_path = str(materialise(cfg.model, self.run_dir / "initial_model", cfg.seed))
         # From here on every actor reads this one directory, whatever it was made from.
@@ -122,15 +139,20 @@ class Trainer:
         self.log = MetricLog(
             self.run_dir, wandb=cfg.logging.wandb, wandb_project=cfg.logging.wandb_project,
             ray_metrics=cfg.logging.ray_metrics,
-            run_meta={"experiment": cfg.experiment, "model": cfg.model.name, "seed": cfg.seed, "steps": cfg.steps})
+            run_meta={"experiment": cfg.experiment, "model": cfg.model.name, "seed": cfg.seed, "steps": cfg.steps},
+            wandb_id=state["wandb_id"] if state else None, resume_step=state["done"] if state else None)
         self.dispatcher = Dispatcher(self.generators, cfg.seed, cfg.rollout.timeout_s)
         self.load_data()
-        self.parameters = self.learner.start()["parameters"]
+        if state:
+            self.restore(state)
+        self.learner.start(str(saved) if saved else None)
         self.generators.start()
         self.rewards.start()
         if self.reference:
             self.reference.start()
         self.sync(probe=[self.encode(p.text) for p in self.heldout[:4]])
+        for group_id, prompt in self.readmitted:
+            self.submit(group_id, prompt)
 
     def load_data(self) -> None:
         cfg = self.cfg
@@ -158,15 +180,18 @@ class Trainer:
         for prompt in self.stream.next(room):
             group_id = self.ledger.admitted
             self.ledger.admit(group_id)
-            if self.cfg.algorithm.data in COLUMNS:
-                group, self.given[group_id] = given_group(
-                    group_id, prompt, self.encode(prompt.text), self.tokenizer, self.cfg.algorithm.data, self.cfg.seed,
-                    r.max_tokens)
-                self.ledger.finish(group_id)
-                self.queue.append(group)
-                continue
-            self.dispatcher.submit(group_id, prompt, self.encode(prompt.text), r.group_size, self.sampling(),
-                                   self.version)
+            self.submit(group_id, prompt)
+
+    def submit(self, group_id: int, prompt: Prompt) -> None:
+        """Have an admitted group's completions made; where the data holds them, they are there at once."""
+        cfg, ids = self.cfg, self.encode(prompt.text)
+        if cfg.algorithm.data not in COLUMNS:
+            self.dispatcher.submit(group_id, prompt, ids, cfg.rollout.group_size, self.sampling(), self.version)
+            return
+        group, self.given[group_id] = given_group(group_id, prompt, ids, self.tokenizer, cfg.algorithm.data, cfg.seed,
+                                                  cfg.rollout.max_tokens)
+        self.ledger.finish(group_id)
+        self.queue.append(group)
 
     def collect(self, n: int) -> list[Group]:
         """The n oldest admitted groups, when all of them are done. Others that finish meanwhile wait in the queue."""
@@ -234,6 +259,43 @@ class Trainer:
         self.log.log(step, {f"eval/{k}": v for k, v in found.items() if k != "seconds" and v is not None})
         self.progress.note("held out: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items() if v is not None))
         return found
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> None:
+        """Commit everything the rest of the run depends on. A disk that is full costs this checkpoint, not the run."""
+        waiting = [t.prompt for t in self.dispatcher.tickets.values()] + [g.prompt for g in self.queue]
+        ids = [*self.dispatcher.tickets, *(g.meta.group_id for g in self.queue)]
+        state = {
+            "done": self.done, "version": self.version, "optimizer_steps": self.optimizer_steps, "before": self.before,
+            "evaluations": self.evaluations, "tokens": self.tokens, "generating_s": self.generating_s,
+            "worst_mismatch": self.worst_mismatch, "restarts": self.generators.restarts,
+            "stream": self.stream.state(), "wandb_id": self.log.wandb_id, "config": checkpoint.as_dict(self.cfg),
+            "ledger": {"admitted": self.ledger.admitted, "trained": self.ledger.trained,
+                       "filtered": dict(self.ledger.filtered)},
+            # Admitted and not trained: given out again on resume, under the same ids.
+            "waiting": [[i, dataclasses.asdict(p)] for i, p in zip(ids, waiting, strict=True)]}
+        begun = time.monotonic()
+        try:
+            checkpoint.write(self.run_dir, self.done, state, lambda f: self.learner.save_state(str(f)),
+                             self.cfg.checkpoint.keep)
+        except OSError as error:
+            self.progress.note(f"no checkpoint of step {self.done}: {error}. Free some space; older ones are intact.")
+        self.timing["save"] = time.monotonic() - begun
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of save_checkpoint, but for what the learner holds."""
+        for name in ("done", "version", "optimizer_steps", "before", "evaluations", "tokens", "generating_s",
+                     "worst_mismatch"):
+            setattr(self, name, state[name])
+        self.stream.restore(state["stream"])
+        waiting = [(int(i), Prompt(**p)) for i, p in state["waiting"]]
+        books = state["ledger"]
+        self.ledger = Ledger(books["admitted"], books["trained"], Counter(books["filtered"]),
+                             in_flight={i for i, _ in waiting})
+        self.ledger.check()
+        self.readmitted = sorted(waiting, key=lambda pair: pair[0])
+        print(f"volley: going on after step {self.done}", flush=True)
 
     # ---- checks and books -------------------------------------------------------------------------------------
 
@@ -315,6 +377,26 @@ class Trainer:
         self.progress.phase(name)
         yield
         self.timing[name] = time.monotonic() - begun
+
+
+def find_checkpoint(cfg: Config, run_dir: Path) -> Path | None:
+    """The folder to resume from, verified, with compatible settings; None to start anew. CheckpointError otherwise."""
+    if cfg.resume == "never":
+        return None
+    given = Path(cfg.resume)
+    if cfg.resume != "auto" and (given / checkpoint.MANIFEST).is_file():
+        checkpoint.verify(given)
+        found: Path | None = given
+    else:
+        found = checkpoint.newest(run_dir if cfg.resume == "auto" else given,
+                                  lambda text: print(f"volley: {text}", file=sys.stderr, flush=True))
+    if found is None and (cfg.resume != "auto" or checkpoint.committed(run_dir)):
+        where = run_dir if cfg.resume == "auto" else given
+        raise checkpoint.CheckpointError(f"resume={cfg.resume}: no usable checkpoint in {where}. Give another "
+                                         "run_dir to start anew.")
+    if found:
+        checkpoint.check_config(cfg, json.loads((found / "trainer.json").read_text())["config"], found)
+    return found
 
 
 def split(values: np.ndarray, groups: list[Group]) -> list[list[float]]:

@@ -58,13 +58,14 @@ class LearnerRank:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
-    def start(self, address: str, port: int) -> dict[str, float]:
-        """Join the process group, load the model and build the DeepSpeed engine."""
+    def start(self, address: str, port: int, checkpoint: str | None) -> dict[str, float]:
+        """Join the process group, load the model (or a checkpoint's state) and build the DeepSpeed engine."""
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world), LOCAL_RANK="0", MASTER_ADDR=address,
                           MASTER_PORT=str(port))
         import deepspeed
         import torch
 
+        from learner import tensors
         from learner.model import Policy, disable_dropout, load_model
 
         torch.set_num_threads(self.cfg.learner.threads or max(1, int(self.cfg.learner.cpus)))
@@ -77,11 +78,17 @@ class LearnerRank:
         if self.cfg.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         self.policy = Policy(model, self.cfg.learner.logprob_chunk_tokens)
+        saved = Path(checkpoint) / "policy.safetensors" if checkpoint else None
+        if saved:
+            tensors.load_weights(saved, self.policy)
         o = self.cfg.optimizer
         self.optimizer = skippable_adamw(self.policy.parameters(), o, o.lr)
         numel = sum(p.numel() for p in self.policy.parameters())
         self.engine, *_ = deepspeed.initialize(model=self.policy, optimizer=self.optimizer,
                                                config=deepspeed_config(self.cfg, numel))
+        tensors.start_count_at_zero(self.optimizer)
+        if saved:
+            tensors.load_optimizer(saved, self.policy, self.optimizer, self.cfg.learner.zero_stage)
         self.device = self.engine.device
         self.zero3 = self.cfg.learner.zero_stage == 3
         self.probe_ids: list[list[int]] = []
@@ -89,7 +96,7 @@ class LearnerRank:
         if self.cfg.algorithm.critic:
             from learner.critic import Critic
 
-            self.critic = Critic(self.cfg, self.device)
+            self.critic = Critic(self.cfg, self.device, Path(checkpoint) / "critic.safetensors" if checkpoint else None)
         return {"parameters": float(numel)}
 
     # ---- training ---------------------------------------------------------------------------------------------
@@ -265,6 +272,15 @@ class LearnerRank:
                 found, _ = self.engine(x, torch.zeros_like(columns), columns)
                 logprobs.append(found.float().cpu().numpy())
         return {"buckets": out, "probe": Probe(self.probe_ids, logprobs, tolerance)} if self.rank == 0 else None
+
+    def save_state(self, folder: str) -> None:
+        """Weights and optimizer state of policy and critic, as a checkpoint holds them (learner/tensors.py)."""
+        from learner import tensors
+
+        stage, there = self.cfg.learner.zero_stage, Path(folder)
+        tensors.save(there / "policy.safetensors", self.policy, self.optimizer, stage, self.rank)
+        if self.critic:
+            tensors.save(there / "critic.safetensors", self.critic.model, self.critic.optimizer, stage, self.rank)
 
     def save_model(self, directory: str, tokenizer: Any) -> None:
         """Write the policy as a Hugging Face directory (safetensors), beside and then renamed, by rank 0."""
