@@ -50,6 +50,7 @@ def load(argv: list[str]) -> Config:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     register_schema()
     GlobalHydra.instance().clear()
