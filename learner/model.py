@@ -104,7 +104,8 @@ def load_model(cfg: Any, seed: int = 0) -> nn.Module:
         return AutoModelForCausalLM.from_pretrained(str(Path(cfg.path).expanduser()) if Path(cfg.path).expanduser()
                                                     .is_dir() else cfg.path, dtype=dtype, **extra)
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path={cfg.path}: cannot load a causal language model: {error}") from error
+        raise ModelError(f"model.path={cfg.path}: cannot load a causal language model: "
+                         f"{str(error).splitlines()[0]}") from error
 
 
 def load_tokenizer(cfg: Any) -> Any:
@@ -120,7 +121,8 @@ def load_tokenizer(cfg: Any) -> Any:
         extra = {"gguf_file": cfg.gguf_file} if cfg.gguf_file else {}
         return AutoTokenizer.from_pretrained(source, **extra)
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.tokenizer={source}: cannot load a tokenizer: {error}") from error
+        raise ModelError(f"model.tokenizer={source}: cannot load a tokenizer: "
+                         f"{str(error).splitlines()[0]}") from error
 
 
 def materialise(cfg: Any, directory: Path, seed: int = 0) -> Path:

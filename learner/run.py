@@ -73,6 +73,7 @@ def _run(cfg: Config, run_dir: Path, started: float, stopping: threading.Event) 
 
     print(f"volley: {cfg.experiment} -> {run_dir}", flush=True)
     print(f"volley: {connect(cfg, namespace=run_dir.name)}", flush=True)
+    signal.signal(signal.SIGTERM, _interrupt)  # Ray has just put a handler of its own there
     if cfg.stage == "pretrain":
         from learner.pretrain import pretrain
 

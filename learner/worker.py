@@ -8,6 +8,7 @@ needs, forms padded micro-batches and runs them; every denominator is already in
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,8 +294,10 @@ class LearnerRank:
                     state.update({n: p.detach().cpu().clone() for n, p in group})
         if self.rank == 0:
             beside = Path(directory + ".partial")
+            shutil.rmtree(beside, ignore_errors=True)
             self.policy.model.save_pretrained(beside, state_dict=state)
             tokenizer.save_pretrained(beside)
+            shutil.rmtree(directory, ignore_errors=True)  # of an earlier end of a run that was resumed
             beside.rename(directory)
 
 
