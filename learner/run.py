@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -73,7 +74,7 @@ def _run(cfg: Config, run_dir: Path, started: float, stopping: threading.Event) 
 
     print(f"volley: {cfg.experiment} -> {run_dir}", flush=True)
     print(f"volley: {connect(cfg, namespace=run_dir.name)}", flush=True)
-    signal.signal(signal.SIGTERM, _interrupt)  # Ray has just put a handler of its own there
+    signal.signal(signal.SIGTERM, lambda *_: _terminate(stopping))  # Ray has just put a handler of its own there
     if cfg.stage == "pretrain":
         from learner.pretrain import pretrain
 
@@ -111,7 +112,8 @@ def _terminate(stopping: threading.Event) -> None:
 def _force_exit_after(seconds: float) -> None:
     def end() -> None:
         for process in psutil.Process().children(recursive=True):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # gone with its parent, killed a moment ago
+                process.kill()
         os._exit(130)
 
     timer = threading.Timer(seconds, end)
