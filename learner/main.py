@@ -59,7 +59,7 @@ def load(argv: list[str]) -> Config:
             return finish(compose("config", overrides=rewrite(argv)))
     except ConfigError:
         raise
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
+    except (ValueError, HydraException, OmegaConfBaseException, YAMLError) as error:
         raise explain(error, argv) from error
 
 
