@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from reward_service import units
-from reward_service.mathexpr import equal
+from reward_service.mathexpr import constant_ratio, equal, evaluate
 from reward_service.mathtext import MONEY, Token, Unreadable, closing_brace, normalise, tokenise
 from reward_service.mathvalue import Assign, Based, Intervals, Relation, Seq, as_intervals, read_list, symbols_of
 from reward_service.rules import Grade
@@ -53,9 +53,7 @@ class Reading:
     spaced_letter: bool = False
 
 
-# ---- extraction --------------------------------------------------------------------------------------------------
-
-
+# ---- extraction
 def last_box(text: str) -> str | None:
     """Content of the last \\boxed{} or \\fbox{}, or None. Raises Unreadable if it is not closed."""
     matches = list(_BOX.finditer(text))
@@ -96,9 +94,7 @@ def strip_lead(text: str) -> str:
     return _LEAD.sub("", text.strip().strip("$").strip()).strip()
 
 
-# ---- reading -----------------------------------------------------------------------------------------------------
-
-
+# ---- reading
 def read(text: str) -> Reading:
     """The one value stated in `text`, or why there is none."""
     key = text_key(text)
@@ -208,9 +204,7 @@ def read_gold(gold: str) -> Reading:
     return read(gold_text(gold))
 
 
-# ---- comparison --------------------------------------------------------------------------------------------------
-
-
+# ---- comparison
 def compare(gold: Reading, answer: Reading) -> tuple[bool, str]:
     """(equal, why) for two readings that both have a value."""
     if gold.hedges != answer.hedges:
@@ -335,8 +329,6 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
     second = ("+", answer.left, ("-", answer.right))
     if equal(first, second) or (gold.op in ("=", r"\ne") and equal(first, ("-", second))):
         return True
-    from reward_service.mathexpr import constant_ratio
-
     ratio = constant_ratio(first, second)
     return ratio is not None and (ratio > 0 or gold.op in ("=", r"\ne"))
 
@@ -364,8 +356,6 @@ def _same_sequence(gold: Seq, answer: Seq) -> bool:
 
 
 def _rising(pair: Seq) -> bool:
-    from reward_service.mathexpr import evaluate
-
     low, high = pair.items
     if ("c", "inf") in (high, low) or ("-", ("c", "inf")) in (low, high):
         return True
@@ -386,9 +376,7 @@ def _same_named(gold, answer) -> bool:
     return len(values) == len(other.items) and all(map(same_value, values, other.items))
 
 
-# ---- choices and words -------------------------------------------------------------------------------------------
-
-
+# ---- choices and words
 def choice_letter(text: str, gold: bool = False) -> str:
     """The option letter that `text` names, upper case, or "". A gold must be a capital, bare or in parentheses."""
     text = " ".join(_LEAD.sub("", re.sub(r"\\[,;:! ]|[$*`~]", " ", _WRAPPER.sub(r"\1 ", text)).strip()).split())

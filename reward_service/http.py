@@ -27,9 +27,7 @@ class RewardHTTP:
         if kind.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self.token):
             return JSONResponse({"error": "missing or wrong token; send Authorization: Bearer TOKEN"}, 401)
         if request.method == "GET" and request.url.path == "/stats":
-            stats = self.pool.stats()
-            examples = {status: f"item {result.id}: {result.reason}" for status, result in stats["examples"].items()}
-            return JSONResponse({**stats, "examples": examples})
+            return JSONResponse(self.pool.report())
         if request.method != "POST" or request.url.path != "/score":
             return JSONResponse({"error": "expected POST /score or GET /stats"}, 404)
         body = bytearray()

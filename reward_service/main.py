@@ -10,8 +10,10 @@ import argparse
 import json
 import os
 import secrets
+import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ def read_items(path: Path) -> Iterator[RewardItem]:
 
 
 def result_row(item: RewardItem, result: RewardResult) -> dict[str, Any]:
-    """What is printed and sent: accuracy is null if it was not determined (status error or timeout)."""
+    """What is printed and sent: accuracy is null if it was not determined (any status but ok)."""
     return {"id": item.id, "accuracy": result.parts.get("accuracy"), "format": format_reward(item.response),
             "status": result.status, "extracted": result.extracted, "reason": result.reason}
 
@@ -76,22 +78,11 @@ def load_config(path: str | None) -> dict[str, Any]:
     return dict(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
 
 
-def blocks(items: Iterable[RewardItem]) -> Iterator[list[RewardItem]]:
-    """Lists of up to BLOCK items."""
-    block: list[RewardItem] = []
-    for item in items:
-        block.append(item)
-        if len(block) == BLOCK:
-            yield block
-            block = []
-    if block:
-        yield block
-
-
 def grade(args: argparse.Namespace) -> None:
     """Prints a line of JSON for each item of args.completions, in order."""
     with RewardPool(load_config(args.config), args.workers) as pool:
-        for block in blocks(read_items(Path(args.completions))):
+        items = read_items(Path(args.completions))
+        while block := list(islice(items, BLOCK)):
             for item, result in zip(block, pool.score(block), strict=True):
                 print(json.dumps(result_row(item, result)))
         failures = {status: count for status, count in pool.counts.items() if status != "ok"}
@@ -127,8 +118,6 @@ def serve(args: argparse.Namespace) -> None:
     ray_serve.start(http_options={"host": args.host, "port": args.port})
     ray_serve.run(deployment(config, args.workers, token), name="rewards", route_prefix="/")
     print(f"serving on http://{args.host}:{args.port}/score", file=sys.stderr, flush=True)
-    import signal
-
     try:
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
     finally:

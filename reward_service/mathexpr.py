@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from mpmath import mp
+
 from reward_service.mathtext import Token, Unreadable
 
 Expr = tuple
@@ -63,15 +65,17 @@ class Parser:
 
     def accept(self, *texts: str) -> str:
         token = self.peek()
-        if token.kind != "op" or token.text not in texts:
-            return ""
-        self.at += 1
-        return token.text
+        found = token.kind == "op" and token.text in texts
+        self.at += found
+        return token.text if found else ""
 
-    def sum(self) -> Expr:
+    def _deeper(self) -> None:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Unreadable("too deeply nested to evaluate")
+
+    def sum(self) -> Expr:
+        self._deeper()
         value = self.product()
         while sign := self.accept("+", "-"):
             term = self.product()
@@ -101,9 +105,7 @@ class Parser:
         token = self.peek()
         if token.kind == "op":
             return token.text in CONSTANTS or token.text in ("(", r"\lfloor", r"\lceil")
-        if token.text == "overline":
-            return False
-        return token.kind in ("sym", "fun")
+        return token.kind in ("sym", "fun") and token.text != "overline"
 
     def signed(self) -> Expr:
         negative, count = False, 0
@@ -125,9 +127,7 @@ class Parser:
     def exponent(self) -> Expr:
         if self.peek().text == "{":
             return self.atom()
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Unreadable("too deeply nested to evaluate")
+        self._deeper()
         negative = bool(self.accept("-"))
         value = self.atom()
         if self.accept("^"):
@@ -240,9 +240,7 @@ class Parser:
             return ("^", self.atom(), ("/", ("n", Fraction(1)), index))
         if name == "overline":
             raise Unreadable("overline of unknown form")
-        base = None
-        if name == "log" and self.accept("_"):
-            base = self._argument()
+        base = self._argument() if name == "log" and self.accept("_") else None
         power = self.exponent() if self.accept("^") else None
         if self.peek().text in ("(", "{", "|"):
             argument = self.atom()
@@ -250,8 +248,7 @@ class Parser:
             argument = self.power()
             while self._starts_atom() and self.peek().kind != "fun":
                 argument = ("*", argument, self.power())
-        value = ("f", name, argument) if base is None else (
-            "/", ("f", "ln", argument), ("f", "ln", base))
+        value = ("f", name, argument) if base is None else ("/", ("f", "ln", argument), ("f", "ln", base))
         if power == ("-", ("n", Fraction(1))):
             return ("f", "arc" + name, argument)
         return value if power is None else ("^", value, power)
@@ -278,8 +275,6 @@ class _Evaluator:
         self.digits, self.point, self.extreme = digits, point, False
 
     def real(self, value: Any) -> Any:
-        from mpmath import mp
-
         if not isinstance(value, Fraction):
             return value
         result = mp.mpf(value.numerator) / value.denominator
@@ -287,8 +282,6 @@ class _Evaluator:
         return result
 
     def _watch(self, value: Any) -> Any:
-        from mpmath import mp
-
         if not mp.isfinite(value):
             raise Unreadable("undefined")
         if value and not -1300 < mp.mag(value) < 1300:
@@ -315,8 +308,6 @@ class _Evaluator:
         return self._binary(head, left, self.of(expr[2]))
 
     def _constant(self, name: str) -> Any:
-        from mpmath import mp
-
         if name == "inf":
             raise Unreadable("infinity inside an expression")
         return {"pi": lambda: +mp.pi, "e": lambda: +mp.e, "i": lambda: mp.mpc(0, 1)}[name]()
@@ -344,8 +335,6 @@ class _Evaluator:
             exact = self._exact_power(base, power)
             if exact is not None:
                 return exact
-        from mpmath import mp
-
         base, power = self.real(base), self.real(power)
         if base == 0:
             raise Unreadable("undefined power of zero")
@@ -367,8 +356,6 @@ class _Evaluator:
         return None if None in roots else Fraction(*roots) ** power.numerator
 
     def _function(self, name: str, values: list[Any]) -> Any:
-        from mpmath import mp
-
         value = values[0]
         if name == "binom":
             n, k = self._natural(value, 3000), self._natural(values[1], 3000)
@@ -406,8 +393,6 @@ def evaluate_watched(expr: Expr, point: Mapping[str, Fraction], digits: int) -> 
     evaluator = _Evaluator(digits, point)
     if all(node[0] in "n+-*/%!s" for node in nodes(expr)):
         return _guarded(evaluator, expr), False
-    from mpmath import mp
-
     with mp.workdps(digits + 15):
         return +_guarded(evaluator, expr), evaluator.extreme
 
@@ -431,13 +416,12 @@ def equal(left: Expr, right: Expr) -> bool:
     """
     if left == right:
         return True
-    infinite = [side for side in (left, right) if side in (("c", "inf"), ("-", ("c", "inf")))]
-    names = sorted(symbols(left) | symbols(right))
-    if infinite:
+    if any(side in (("c", "inf"), ("-", ("c", "inf"))) for side in (left, right)):
         return False
+    names = sorted(symbols(left) | symbols(right))
     if not names:
         return _same(left, right, {})
-    draw, verdicts = random.Random(20261130), []
+    draw, agreed = random.Random(20261130), 0
     for trial in range(8):
         sign = -1 if trial % 2 else 1
         point = {name: sign * Fraction(draw.randint(10**4, 10**6), 10**5 + 3) for name in names}
@@ -448,10 +432,10 @@ def equal(left: Expr, right: Expr) -> bool:
         if all(isinstance(value, Fraction) or not value.imag for value in values):
             if not _same(left, right, point):
                 return False
-            verdicts.append(True)
-        if len(verdicts) == 4:
+            agreed += 1
+        if agreed == 4:
             return True
-    return len(verdicts) >= 2
+    return agreed >= 2
 
 
 def constant_ratio(left: Expr, right: Expr) -> Fraction | None:
@@ -480,8 +464,6 @@ def _same(left: Expr, right: Expr, point: Mapping[str, Fraction]) -> bool:
 
 
 def _close(first: Any, second: Any, digits: int) -> bool:
-    from mpmath import mp
-
     with mp.workdps(digits + 15):
         first, second = (mp.mpf(v.numerator) / v.denominator if isinstance(v, Fraction) else v for v in (first, second))
         return bool(abs(first - second) <= mp.mpf(10) ** -digits * max(abs(first), abs(second), 1))

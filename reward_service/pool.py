@@ -1,35 +1,35 @@
 """An elastic pool of killable scoring processes: every item under its own hard deadline, nothing lost.
 
-Each worker is a fresh interpreter (never a fork: the parent may be a threaded actor) on its own socket, so killing one
-cannot corrupt a queue shared with another. A worker answers item by item, so the parent knows which item a worker is
-at and for how long: past the deadline the worker is killed with its children, that item gets status "timeout", and the
-rest of its chunk is given to another. Alarms are not used: they fire only in main threads and not inside C code.
+The processes are pebble's: one item is one task of a `pebble.ProcessPool`, which kills the worker that exceeds the
+task's time. A lane is such a pool with one worker, so that workers can be added and dropped, and so that a worker
+killed from outside, perhaps with the lock of its pipe in hand, cannot stop another: its lane is replaced and what was
+given to it is given again. Alarms are not used: they fire only in main threads and not inside C code.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import signal
-import socket
-import struct
-import subprocess
-import sys
+import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
+from pebble import ProcessExpired, ProcessPool
+
+from reward_service import worker
 from reward_service.rules import RewardItem, RewardResult
 
-CHUNK = 16  # items sent to a worker at once; hides the round trip, since one takes about a millisecond
+DEPTH = 2  # items given to a worker: the one it is at, and one that waits in its pipe
 MAX_DEATHS = 3  # a worker that dies (not killed by us) while at an item: the item is tried this often in all
-_ROOT = str(Path(__file__).resolve().parents[1])
+BURST = 16  # items waiting for each further worker that is started; items queued between wake-ups of the dispatcher
+TICK = 0.2  # seconds between looks at the lanes when nothing happens
+GRACE = 5.0  # seconds after a deadline at which pebble has not enforced it and the lane is given up
 
 
 class RewardPoolError(RuntimeError):
@@ -37,53 +37,37 @@ class RewardPoolError(RuntimeError):
 
 
 @dataclass
-class _Batch:
-    results: list[RewardResult | None]
-    left: int
-    done: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass
 class _Job:
     item: RewardItem
-    batch: _Batch
-    index: int
+    done: Future = field(default_factory=Future)
     deaths: int = 0
 
 
-class _Worker:
-    """One child process; `jobs` are sent and unanswered, the head is the one it works at since `since`."""
+class _Lane:
+    """One worker. `jobs`: given and unanswered, oldest first, which is the one it works at since `since`."""
 
-    def __init__(self, cfg: Mapping[str, Any]):
-        ours, theirs = socket.socketpair()
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a stopped worker must not stop the dispatcher
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 5, 0))
-        env = dict(os.environ, PYTHONPATH=os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]))
-        env.update(OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "reward_service.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env, start_new_session=True,
-        )
-        theirs.close()
-        self.conn = Connection(ours.detach())
-        self.jobs: deque[_Job] = deque()
-        self.ready = False
-        self.since = time.monotonic()
-        self.conn.send(cfg)
+    def __init__(self, cfg: Mapping[str, Any], context: worker.WorkerContext, events: queue.SimpleQueue):
+        self.pool = ProcessPool(1, initializer=worker.start, initargs=(cfg,), context=context)
+        self.events, self.jobs, self.ready, self.since = events, {}, False, time.monotonic()
+        self._schedule(worker.problem)
 
-    def give(self, jobs: list[_Job]) -> None:
-        """Sends jobs; a worker found dead here is noticed at the next receive."""
-        self.jobs.extend(jobs)
-        self.since = time.monotonic()
-        with suppress(OSError):
-            self.conn.send([job.item for job in jobs])
+    def _schedule(self, function: Any, *args: Any, timeout: float | None = None) -> Future:
+        future = self.pool.schedule(function, args=args, timeout=timeout)
+        future.add_done_callback(lambda done: self.events.put((self, done)))
+        return future
 
-    def kill(self) -> int:
-        """Kills the worker and every process it started; returns its exit code."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.conn.close()
-        return self.process.wait()
+    def give(self, job: _Job, timeout: float) -> None:
+        """Raises RuntimeError if pebble's pool is broken."""
+        if not self.jobs:
+            self.since = time.monotonic()
+        self.jobs[self._schedule(worker.score, job.item, timeout=timeout)] = job
+
+    def stop(self) -> threading.Thread:
+        """Kills the worker; the thread returned ends when it is gone."""
+        self.pool.stop()
+        thread = threading.Thread(target=self.pool.join, daemon=True)
+        thread.start()
+        return thread
 
 
 class RewardPool:
@@ -106,12 +90,11 @@ class RewardPool:
         self.examples: dict[str, RewardResult] = {}
         self._admit = threading.BoundedSemaphore(int(self.cfg["options"].get("max_pending", 4096)))
         self._queue: deque[_Job] = deque()
-        self._workers: list[_Worker] = []
-        self._lock = threading.Lock()
-        self._failure: str | None = None
+        self._lanes: list[_Lane] = []
+        self._events: queue.SimpleQueue = queue.SimpleQueue()  # (lane, finished future), or None to wake
+        self._context = worker.WorkerContext()
+        self._bad_starts, self._failure = 0, None
         self._closed = False
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_write.setblocking(False)
         self._warm = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="reward-pool", daemon=True)
         self._thread.start()
@@ -119,35 +102,37 @@ class RewardPool:
             self.close()
             raise RewardPoolError(f"reward workers do not start: {self._failure or 'no answer'}")
 
-    # ---- calling side --------------------------------------------------------------------------------------------
+    # ---- calling side
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores every item; blocks. Raises RewardPoolError if the pool is closed or cannot start workers."""
         self._check()
-        batch = _Batch([None] * len(items), len(items))
-        for index, item in enumerate(items):
+        jobs = [_Job(item) for item in items]
+        for index, job in enumerate(jobs):
             while not self._admit.acquire(timeout=1.0):
                 self._check()
-            with self._lock:
-                self._queue.append(_Job(item, batch, index))
-            if index % CHUNK == 0:
-                self._wake()
-        self._wake()
-        while items and not batch.done.wait(1.0):
+            self._queue.append(job)
+            if index % BURST == 0 or job is jobs[-1]:
+                self._events.put(None)
+        while wait([job.done for job in jobs], 1.0).not_done:
             self._check()
-        return [result for result in batch.results if result is not None]
+        return [job.done.result() for job in jobs]
 
     def stats(self) -> dict[str, Any]:
         """Counts by status (and worker deaths and kills), and one example of each status other than ok."""
-        return {"counts": dict(self.counts), "examples": dict(self.examples), "workers": len(self._workers),
-                "pending": len(self._queue) + sum(len(worker.jobs) for worker in list(self._workers))}
+        return {"counts": dict(self.counts), "examples": dict(self.examples), "workers": len(self._lanes),
+                "pending": len(self._queue) + sum(len(lane.jobs) for lane in list(self._lanes))}
+
+    def report(self) -> dict[str, Any]:
+        """stats() with the examples as text."""
+        examples = {status: f"item {result.id}: {result.reason}" for status, result in self.examples.items()}
+        return {**self.stats(), "examples": examples}
 
     def close(self) -> None:
         """Kills the workers. Calls still waiting raise RewardPoolError."""
         self._closed = True
-        self._wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(10.0)
+        self._events.put(None)
+        self._thread.join(10.0)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -155,114 +140,104 @@ class RewardPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _wake(self) -> None:
-        with suppress(BlockingIOError, OSError):
-            self._wake_write.send(b"x")
-
     def _check(self) -> None:
         if self._failure or self._closed or not self._thread.is_alive():
             raise RewardPoolError(f"reward pool stopped: {self._failure or 'closed'}")
 
-    # ---- dispatcher thread ---------------------------------------------------------------------------------------
+    # ---- dispatcher thread, which alone changes lanes and jobs
 
     def _loop(self) -> None:
         try:
             while not (self._closed or self._failure):
                 self._feed()
-                by_conn = {worker.conn: worker for worker in self._workers}
-                for source in wait([self._wake_read, *by_conn], timeout=self._patience()):
-                    if source is self._wake_read:
-                        self._wake_read.recv(4096)
-                    else:
-                        self._receive(by_conn[source])
-                self._enforce_deadlines()
+                with suppress(queue.Empty):
+                    event = self._events.get(timeout=TICK)
+                    while True:
+                        if event and event[0] in self._lanes:
+                            self._receive(*event)
+                        event = self._events.get_nowait()
+                self._look_after()
         except Exception as error:  # the waiting callers raise it; a silent dead thread would hang them
             self._failure = f"{type(error).__name__}: {error}"
             raise
         finally:
-            for worker in self._workers:
-                worker.kill()
-            self._wake_read.close()
+            for thread in [lane.stop() for lane in self._lanes]:
+                thread.join(5.0)
             self._warm.set()
 
     def _feed(self) -> None:
-        idle = [worker for worker in self._workers if worker.ready and not worker.jobs]
-        for worker in idle:
-            with self._lock:
-                share = max(1, math.ceil(len(self._queue) / self.max_workers))
-                jobs = [self._queue.popleft() for _ in range(min(CHUNK, share, len(self._queue)))]
-            if jobs:
-                worker.give(jobs)
-        starting = sum(not worker.ready for worker in self._workers)
-        wanted = 1 if not self._workers else math.ceil(len(self._queue) / CHUNK) - starting
-        for _ in range(min(wanted, self.max_workers - len(self._workers))):
-            self._workers.append(_Worker(self.cfg))
+        for depth in range(DEPTH):
+            for lane in [lane for lane in self._lanes if lane.ready and len(lane.jobs) <= depth]:
+                if self._queue:
+                    job = self._queue.popleft()
+                    try:
+                        lane.give(job, self.timeout_s)
+                    except RuntimeError:  # broken; _look_after sees to it
+                        self._queue.appendleft(job)
+        starting = sum(not lane.ready for lane in self._lanes)
+        wanted = 1 if not self._lanes else math.ceil(len(self._queue) / BURST) - starting
+        for _ in range(min(wanted, self.max_workers - len(self._lanes))):
+            self._lanes.append(_Lane(self.cfg, self._context, self._events))
 
-    def _patience(self) -> float:
-        limits = [worker.since + (self.timeout_s if worker.ready else self.start_timeout_s)
-                  for worker in self._workers if worker.jobs or not worker.ready]
-        return max(0.0, min([*limits, time.monotonic() + 5.0]) - time.monotonic())
+    def _receive(self, lane: _Lane, future: Future) -> None:
+        lane.since, error = time.monotonic(), future.exception()
+        if isinstance(error, ProcessExpired | BrokenProcessPool):
+            self._bury(lane, lane.jobs.get(future), error)
+        elif future not in lane.jobs:  # the first task of a lane
+            self._failure = str(error) if error else future.result()
+            lane.ready = True
+            self._warm.set()
+        else:
+            job = lane.jobs.pop(future)
+            if isinstance(error, TimeoutError):
+                self.counts["worker_kills"] += 1
+                self._fail(job, "timeout", f"not scored within reward.timeout_s={self.timeout_s:g} s; "
+                                           "its worker was killed")
+            elif error:
+                self._fail(job, "error", f"{type(error).__name__}: {error}"[:500])
+            else:
+                self._finish(job, future.result())
 
-    def _receive(self, worker: _Worker) -> None:
-        try:
-            while worker in self._workers and worker.conn.poll():
-                message = worker.conn.recv()
-                worker.since = time.monotonic()
-                if isinstance(message, RewardResult):
-                    self._finish(worker.jobs.popleft(), message)
-                elif message is None:
-                    worker.ready = True
-                    self._warm.set()
-                else:
-                    self._failure = str(message)
-                    return
-        except (EOFError, OSError):
-            self._bury(worker)
+    def _fail(self, job: _Job, status: str, reason: str) -> None:
+        self._finish(job, RewardResult(job.item.id, status, math.nan, {}, "", reason))
 
     def _finish(self, job: _Job, result: RewardResult) -> None:
         self.counts[result.status] += 1
         if result.status != "ok":
             self.examples[result.status] = result
-        job.batch.results[job.index] = result
-        job.batch.left -= 1
         self._admit.release()
-        if job.batch.left == 0:
-            job.batch.done.set()
+        job.done.set_result(result)
 
-    def _bury(self, worker: _Worker) -> None:
-        """A worker died on its own (killed from outside, out of memory, crash): redo what it had."""
-        code = worker.kill()
-        self._workers.remove(worker)
+    def _bury(self, lane: _Lane, head: _Job | None, error: BaseException | str) -> None:
+        """A worker died on its own (killed from outside, out of memory, crash): redo what its lane had."""
+        self._lanes.remove(lane)
+        worker.kill_group(getattr(error, "pid", None))
+        lane.stop()
         self.counts["worker_deaths"] += 1
-        if not worker.ready and not self._warm.is_set():
-            self._failure = f"worker exited with code {code} before it was ready (see its error output above)"
-        if worker.jobs:
-            head = worker.jobs[0]
+        cause = f"exit code {error.exitcode}" if isinstance(error, ProcessExpired) else str(error)
+        self._bad_starts = 0 if lane.ready else self._bad_starts + 1
+        if self._bad_starts >= (MAX_DEATHS if self._warm.is_set() else 1):
+            self._failure = f"worker died before it was ready ({cause}; see its error output above)"
+        jobs = list(lane.jobs.values())
+        head = head or next(iter(jobs), None)
+        if head:
             head.deaths += 1
             if head.deaths >= MAX_DEATHS:
-                worker.jobs.popleft()
-                reason = f"the worker process died {head.deaths} times while scoring this item (exit code {code})"
-                self._finish(head, RewardResult(head.item.id, "error", math.nan, {}, "", reason))
-        self._requeue(worker)
+                jobs.remove(head)
+                self._fail(head, "error",
+                           f"the worker process died {head.deaths} times while scoring this item ({cause})")
+        self._queue.extendleft(reversed(jobs))
 
-    def _requeue(self, worker: _Worker) -> None:
-        with self._lock:
-            self._queue.extendleft(reversed(worker.jobs))
-        worker.jobs.clear()
-
-    def _enforce_deadlines(self) -> None:
+    def _look_after(self) -> None:
         now = time.monotonic()
-        for worker in list(self._workers):
-            if not worker.ready and now - worker.since > self.start_timeout_s:
+        for lane in list(self._lanes):
+            idle = now - lane.since
+            if not lane.pool.active:
+                self._bury(lane, None, "its pipe broke")
+            elif not lane.ready and idle > self.start_timeout_s:
                 self._failure = f"no worker was ready within start_timeout_s={self.start_timeout_s:g} s"
-            elif worker.jobs and now - worker.since > self.timeout_s and not worker.conn.poll():
-                worker.kill()
-                self._workers.remove(worker)
-                self.counts["worker_kills"] += 1
-                job = worker.jobs.popleft()
-                reason = f"not scored within reward.timeout_s={self.timeout_s:g} s; its worker was killed"
-                self._finish(job, RewardResult(job.item.id, "timeout", math.nan, {}, "", reason))
-                self._requeue(worker)
-            elif worker.ready and not worker.jobs and len(self._workers) > 1 and now - worker.since > self.idle_s:
-                worker.kill()
-                self._workers.remove(worker)
+            elif lane.jobs and idle > self.timeout_s + GRACE:
+                self._bury(lane, None, "it did not answer")
+            elif lane.ready and not lane.jobs and len(self._lanes) > 1 and idle > self.idle_s:
+                self._lanes.remove(lane)
+                lane.stop()

@@ -50,7 +50,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Grade:
-    """Verdict on a final answer: what was extracted, how it was read, and why it was judged so."""
+    """Verdict on a final answer: what was extracted, how it was read, and why. `accuracy` counts if status is "ok"."""
 
     accuracy: float
     extracted: str = ""
@@ -175,9 +175,7 @@ def reasoning_steps_reward(text: str, wanted: int = 3) -> float:
     return min(1.0, sum(1 for _ in _STEP.finditer(reasoning_of(text))) / wanted)
 
 
-# ---- the reward of one item -------------------------------------------------------------------------------------
-
-
+# ---- the reward of one item
 Rule = Callable[[RewardItem, Mapping[str, Any], dict[str, float]], "float | Grade | None"]
 
 
@@ -195,9 +193,9 @@ def _max_tokens(item: RewardItem, options: Mapping[str, Any]) -> int:
     return limit
 
 
-def _cosine(item: RewardItem, options: Mapping[str, Any], parts: dict[str, float]) -> float:
+def _cosine(item: RewardItem, options: Mapping[str, Any], parts: dict[str, float]) -> float | None:
     if "accuracy" not in parts:
-        raise ValueError("rule cosine_length needs the rule accuracy before it (its weight may be 0)")
+        return None  # not determined; Scorer refuses settings without the rule accuracy
     shape = {key: options[key] for key in ("correct", "wrong", "exceeded") if key in options}
     return cosine_length_reward(item.completion_tokens, _max_tokens(item, options), parts["accuracy"] == 1.0, **shape)
 
@@ -258,6 +256,8 @@ class Scorer:
             if name not in self.rules or not math.isfinite(weight):
                 raise ValueError(f"{setting}.{name}={weight}: unknown rule or no finite weight; "
                                  f"known rules: {', '.join(sorted(self.rules))}")
+        if "cosine_length" in weights and "accuracy" not in weights:
+            raise ValueError(f"{setting}.cosine_length needs the rule accuracy beside it (its weight may be 0)")
         return dict(sorted(weights.items(), key=lambda pair: pair[0] != "accuracy"))  # others may need its verdict
 
     def __call__(self, item: RewardItem) -> RewardResult:
@@ -272,11 +272,12 @@ class Scorer:
             value = self.rules[name](item, options, parts)
             if isinstance(value, Grade):
                 extracted, reasons = value.extracted, [*reasons, value.reason]
-                if value.status != "ok" and weight != 0.0:
+                if value.status != "ok" and (weight or weights.get("cosine_length")):
                     status = value.status
-                value = value.accuracy
-            if value is None:
+                value = value.accuracy if value.status == "ok" else None
+            elif value is None:
                 reasons.append(f"rule {name} does not apply")
+            if value is None:  # no part: a number would be read as a verdict
                 continue
             if not math.isfinite(value):
                 raise ValueError(f"rule {name!r} returned {value!r}; expected a finite number")

@@ -75,7 +75,9 @@ def run_program(program: str, stdin: str = "", limits: Limits | None = None) -> 
     if stopped == "time limit" and any(sign in stderr for sign in _SIGNS[1][1]):
         stopped = "process limit"  # a fork bomb that goes on
     if stopped:
-        return Run(stopped, _limit_text(stopped, limits), stdout)
+        most = {"time limit": f"{limits.wall_s:g} s", "output limit": f"{limits.output_bytes} bytes",
+                "process limit": f"{limits.processes} processes"}[stopped]
+        return Run(stopped, f"more than {most}", stdout)
     if not status:
         raise SandboxUnavailable(f"the sandbox ended without a report: {stderr[-300:]}")
     return _judge(status, stdout, stderr, limits)
@@ -104,11 +106,6 @@ def _collect(child: subprocess.Popen, limits: Limits) -> tuple[str, str, str]:
         stream.close()
     out, err = (bytes(data).decode("utf-8", "replace") for data in chunks.values())
     return out, err, stopped
-
-
-def _limit_text(kind: str, limits: Limits) -> str:
-    return {"time limit": f"more than {limits.wall_s:g} s", "process limit": f"more than {limits.processes} processes",
-            "output limit": f"more than {limits.output_bytes} bytes"}[kind]
 
 
 _SIGNS = (

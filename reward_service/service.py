@@ -13,10 +13,6 @@ from reward_service.rules import RewardItem, RewardResult
 
 __all__ = ["REWARD", "RewardItem", "RewardPool", "RewardPoolError", "RewardResult", "RewardService"]
 
-def _arrow_text(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates are not valid in Arrow
-
-
 class RewardService:
     """Scores batches of rollouts; decodes sampled ids itself and never re-tokenises.
 
@@ -37,26 +33,23 @@ class RewardService:
         Raises KeyError for a prompt_id that is not among `prompts`, RewardPoolError if workers cannot start.
         """
         by_id = {prompt["prompt_id"]: prompt for prompt in prompts}
-        columns = {name: rollouts.column(name).to_pylist()
-                   for name in ("group_id", "prompt_id", "sample_index", "completion_ids", "finish_reason")}
-        missing = sorted(set(columns["prompt_id"]) - set(by_id))
-        if missing:
+        rows = rollouts.select(["group_id", "prompt_id", "sample_index", "completion_ids", "finish_reason"]).to_pylist()
+        if missing := sorted({row["prompt_id"] for row in rows} - set(by_id)):
             raise KeyError(f"rollouts name {len(missing)} prompt_ids that were not passed, such as {missing[0]!r}")
-        texts = self.tokenizer.batch_decode(
-            columns["completion_ids"], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        items = [self._item(by_id[row["prompt_id"]], row, text)
-                 for row, text in zip(_rows(columns), texts, strict=True)]
-        results = self.pool.score(items)
+        texts = self.tokenizer.batch_decode([row["completion_ids"] for row in rows], skip_special_tokens=True,
+                                            clean_up_tokenization_spaces=False)
+        results = self.pool.score([self._item(by_id[row["prompt_id"]], row, text)
+                                   for row, text in zip(rows, texts, strict=True)])
         return pa.RecordBatch.from_pydict({
-            "group_id": columns["group_id"],
-            "sample_index": columns["sample_index"],
+            "group_id": rollouts.column("group_id"),
+            "sample_index": rollouts.column("sample_index"),
             "reward": [result.total if result.status == "ok" else None for result in results],
             "parts": [list(result.parts.items()) for result in results],
             "accuracy": [result.parts.get("accuracy") for result in results],
             "format": [result.parts.get("format") for result in results],
             "status": [result.status for result in results],
-            "extracted": [_arrow_text(result.extracted) for result in results],
-            "reason": [_arrow_text(result.reason) for result in results],
+            **{name: [getattr(result, name).encode("utf-8", "replace").decode() for result in results]
+               for name in ("extracted", "reason")},  # lone surrogates are not valid in Arrow
         }, schema=REWARD)
 
     def _item(self, prompt: Mapping[str, Any], row: Mapping[str, Any], text: str) -> RewardItem:
@@ -75,14 +68,8 @@ class RewardService:
 
     def stats(self) -> dict[str, Any]:
         """Counts by status, worker deaths and kills, with one example (as text) of each status other than ok."""
-        stats = self.pool.stats()
-        return {**stats, "examples": {status: f"item {result.id}: {result.reason}"
-                                      for status, result in stats["examples"].items()}}
+        return self.pool.report()
 
     def close(self) -> None:
         """Stops the workers."""
         self.pool.close()
-
-
-def _rows(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

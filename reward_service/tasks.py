@@ -33,9 +33,7 @@ def grade(item: RewardItem, options: Mapping[str, Any]) -> Grade:
         return Grade(0.0, block.strip()[:500], "too deeply nested to evaluate")
 
 
-# ---- countdown ---------------------------------------------------------------------------------------------------
-
-
+# ---- countdown
 def countdown_value(text: str) -> tuple[Fraction, list[int]]:
     """(value, numbers used) of an arithmetic expression; "= n" may follow it and must then hold. Never run as code.
 
@@ -70,9 +68,7 @@ def _countdown(block: str, item: RewardItem, options: Mapping[str, Any]) -> Grad
     return Grade(float(value == wanted), found[:500], f"value {value}, target {wanted}"[:300])
 
 
-# ---- reasoning-gym -----------------------------------------------------------------------------------------------
-
-
+# ---- reasoning-gym
 _CALLS = {"sin", "cos", "tan", "log", "ln", "exp", "sqrt", "asin", "acos", "atan", "sinh", "cosh", "tanh", "Abs", "E"}
 
 
@@ -116,9 +112,7 @@ def _gym(block: str, item: RewardItem, options: Mapping[str, Any]) -> Grade:
     return Grade(score, found[:500], f"reasoning-gym {name}: {score:g}")
 
 
-# ---- programs ----------------------------------------------------------------------------------------------------
-
-
+# ---- programs
 def program_of(block: str) -> str:
     """The last fenced block if there is one, else the whole answer."""
     fenced = re.findall(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", block, re.DOTALL | re.IGNORECASE)

@@ -64,7 +64,7 @@ def test_actor_scores_a_batch_by_what_was_sampled(local_ray: None, tmp_path: Pat
     assert scored.schema == REWARD
     assert scored.column("group_id").to_pylist() == [0, 1, 2, 3, 4]
     assert scored.column("reward").to_pylist() == [1.5, 0.5, 1.0, 0.0, None]  # the prefilled tag counts; no silent zero
-    assert scored.column("accuracy").to_pylist()[:4] == [1.0, 0.0, 1.0, 0.0]
+    assert scored.column("accuracy").to_pylist() == [1.0, 0.0, 1.0, 0.0, None]
     assert scored.column("format").to_pylist() == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert scored.column("status").to_pylist() == ["ok", "ok", "ok", "ok", "ungradable"]
     assert scored.column("extracted").to_pylist()[:2] == ["7", "8"]
@@ -114,7 +114,7 @@ def test_http_service_needs_its_token_and_grades_like_the_rest(tmp_path: Path) -
         assert status == 200
         assert [row["reward"] for row in found] == [2.0, 0.0, None]
         assert [row["status"] for row in found] == ["ok", "ok", "ungradable"]
-        assert [row["accuracy"] for row in found] == [1.0, 0.0, 0.0]
+        assert [row["accuracy"] for row in found] == [1.0, 0.0, None]
         status, found = request(port, "POST", "/score", [{"completion": "x"}], token)
         assert status == 400 and "gold" in found["error"]
         assert request(port, "GET", "/nothing", None, token)[0] == 404

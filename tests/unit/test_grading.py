@@ -84,6 +84,7 @@ def test_a_verdict_says_what_was_read_and_why() -> None:
 def test_a_gold_that_cannot_be_read_is_ungradable_and_no_zero(gold: str) -> None:
     result = score_safely(Scorer({"rules": {"accuracy": 1.0}}), RewardItem("x", "<answer>5</answer>", gold))
     assert result.status == "ungradable" and math.isnan(result.total) and result.reason
+    assert "accuracy" not in result.parts
 
 
 def test_an_unclosed_box_is_an_error_of_the_reader_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -115,7 +116,7 @@ def test_a_worker_killed_mid_batch_loses_no_item(user_file: Path) -> None:
         thread.start()
         for _ in range(2):
             time.sleep(0.7)
-            os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
         thread.join(30)
         assert [result.id for result in found] == [item.id for item in batch]
         assert all(result.total == 1.0 for result in found)
@@ -223,7 +224,8 @@ def test_workers_come_with_demand_and_go_without(user_file: Path) -> None:
 
 def test_a_closed_pool_says_so_and_leaves_no_process() -> None:
     pool = RewardPool({"rules": {"format": 1.0}}, 2)
-    pids = [worker.process.pid for worker in pool._workers]
+    pids = [child.pid for child in multiprocessing.active_children()]
+    assert pids
     pool.close()
     with pytest.raises(RewardPoolError, match="closed"):
         pool.score(items(1))

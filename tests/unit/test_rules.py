@@ -110,8 +110,9 @@ def test_sum_product_and_weights_per_source() -> None:
 
 
 def test_a_rule_of_weight_zero_is_measured_and_changes_nothing() -> None:
-    result = score({"rules": {"accuracy": 0.0, "format": 1.0}, "combine": "product"}, gold="")
-    assert (result.status, result.total, result.parts) == ("ok", 1.0, {"accuracy": 0.0, "format": 1.0})
+    for gold, parts in (("8", {"accuracy": 0.0, "format": 1.0}), ("", {"format": 1.0})):  # no verdict: no part, no zero
+        result = score({"rules": {"accuracy": 0.0, "format": 1.0}, "combine": "product"}, gold=gold)
+        assert (result.status, result.total, result.parts) == ("ok", 1.0, parts)
 
 
 def test_length_rules_see_tokens_and_the_budget() -> None:
@@ -120,13 +121,15 @@ def test_length_rules_see_tokens_and_the_budget() -> None:
     result = score(cfg, completion_tokens=90)
     assert result.parts["soft_overlong"] == -0.5
     assert result.parts["cosine_length"] == pytest.approx(rules.cosine_length_reward(90, 100, True))
+    ungradable = score(cfg, completion_tokens=90, gold="")  # a length reward that needs the verdict is none without it
+    assert ungradable.status == "ungradable" and ungradable.parts == {"soft_overlong": -0.5}
     missing = score({"rules": {"soft_overlong": 1.0}})
     assert missing.status == "error" and "max_tokens" in missing.reason and math.isnan(missing.total)
 
 
 @pytest.mark.parametrize("cfg, names", [
     ({"rules": {}}, "reward.rules"), ({"rules": {"acuracy": 1.0}}, "acuracy"),
-    ({"rules": {"format": math.nan}}, "format"),
+    ({"rules": {"format": math.nan}}, "format"), ({"rules": {"cosine_length": 1.0}}, "cosine_length"),
     ({"rules": {"format": 1.0}, "combine": "mean"}, "reward.combine"),
     ({"rules": {"format": 1.0}, "options": {"langauge": {}}}, "langauge"),
     ({"rules": {"format": 1.0}, "options": {"by_source": {"x": {"nope": 1.0}}}}, "by_source.x"),
