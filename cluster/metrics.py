@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -237,6 +238,7 @@ class MetricLog:
             self._start_wandb(wandb, wandb_project, dict(run_meta or {}))
 
     def _start_wandb(self, mode: str, project: str, meta: dict[str, Any]) -> None:
+        os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # seconds to import; only runs that use it pay
 
         settings = wandb.Settings(silent=True, console="off", disable_git=True)
