@@ -220,12 +220,11 @@ def compare(gold: Reading, answer: Reading) -> tuple[bool, str]:
         pairs.append((gold.unit_letter, answer))
     elif answer.unit_letter and gold.words:
         pairs.append((gold, answer.unit_letter))
-    why = ""
-    for first, second in pairs:
-        same, why = _compare_values(first, second)
+    for pair in pairs:
+        same, why = _compare_values(*pair)
         if same:
-            return True, why
-    return False, why
+            break
+    return same, why
 
 
 def _compare_values(gold: Reading, answer: Reading) -> tuple[bool, str]:
@@ -277,10 +276,8 @@ def _single(value):
 
 def _same_assigned(gold, answer) -> bool:
     if isinstance(gold, Assign) and isinstance(answer, Assign):
-        if gold.name == answer.name or gold.function or answer.function:
-            if same_value(gold.value, answer.value):
-                return True
-        return _same_relation_of(gold, answer)
+        alike = gold.name == answer.name or gold.function or answer.function
+        return alike and same_value(gold.value, answer.value) or _same_relation_of(gold, answer)
     if isinstance(gold, Relation) or isinstance(answer, Relation):
         return _same_relation_of(gold, answer)
     if isinstance(gold, Intervals) or isinstance(answer, Intervals) or not _named(gold, answer):

@@ -58,7 +58,8 @@ class WorkerContext(ForkServerContext):
     def __init__(self) -> None:
         super().__init__()
         path = filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")])
-        ours = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path)}
+        ours = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path),
+                "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}  # its complaint when the caller is killed
         with _START:
             before = {name: os.environ.get(name) for name in ours}
             os.environ.update(ours)
@@ -72,7 +73,7 @@ class WorkerContext(ForkServerContext):
 
 def _exit_with_parent() -> None:
     multiprocessing.parent_process().join()
-    os._exit(1)
+    kill_group(os.getpid())
 
 
 def start(cfg: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD = "<think>w</think><answer>{}</answer>"
 # a user's file in verl's shape, which misbehaves on demand
 USER = '''
-import asyncio, os, signal, time
+import asyncio, os, signal, subprocess, time
 def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):
     act = (extra_info or {}).get("act")
     if act == "hang": time.sleep(1000)
@@ -33,6 +33,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0
         while True: pass
     if act == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)
+    if act == "child":
+        with open(extra_info["file"], "w") as file: file.write(str(subprocess.Popen(["sleep", "1000"]).pid))
+        time.sleep(1000)
     if act == "crash": os.kill(os.getpid(), signal.SIGKILL)
     if act == "exit": raise SystemExit(3)
     if act == "raise": raise KeyError("no such thing")
@@ -121,6 +124,21 @@ def test_a_worker_killed_mid_batch_loses_no_item(user_file: Path) -> None:
         assert [result.id for result in found] == [item.id for item in batch]
         assert all(result.total == 1.0 for result in found)
         assert pool.counts["worker_deaths"] == 2
+
+
+def test_an_idle_worker_that_is_killed_is_replaced(user_file: Path) -> None:
+    with RewardPool(user_config(user_file), 1) as pool:
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+        assert [result.total for result in pool.score([acting("fine"), acting("fine")])] == [1.0, 1.0]
+        assert pool.counts["worker_deaths"] == 1
+
+
+def test_what_a_worker_started_is_killed_with_it(user_file: Path, tmp_path: Path) -> None:
+    with RewardPool(user_config(user_file), 1) as pool:
+        [result] = pool.score([RewardItem("x", "y", "y", extra={"act": "child", "file": str(tmp_path / "pid")})])
+    child = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    assert result.status == "timeout"
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_an_item_that_kills_its_worker_ends_as_an_error_and_others_go_on(user_file: Path) -> None:
