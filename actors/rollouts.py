@@ -43,6 +43,7 @@ class _Ticket:
     request: GroupRequest
     generator: int
     deadline: float
+    actor: Any = None  # that serves it: another one once its generator was replaced
     meta_ref: Any = None
     table_ref: Any = None
 
@@ -125,8 +126,8 @@ class Dispatcher:
         self._send(_Ticket(prompt, request, load.index(min(load)), 0.0))
 
     def _send(self, ticket: _Ticket) -> None:
-        actor = self.pool.actors[ticket.generator]
-        ticket.meta_ref, ticket.table_ref = actor.generate.options(num_returns=2).remote(ticket.request)
+        ticket.actor = self.pool.actors[ticket.generator]
+        ticket.meta_ref, ticket.table_ref = ticket.actor.generate.options(num_returns=2).remote(ticket.request)
         ticket.deadline = time.monotonic() + self.timeout_s
         self.tickets[ticket.request.group_id] = ticket
 
@@ -142,9 +143,11 @@ class Dispatcher:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
         else:
             late = [t for t in refs.values() if t.deadline <= time.monotonic()]
+            if not late:
+                return  # woken a moment early
             error = DeadlineExceeded(f"generator-{late[0].generator}: group {late[0].request.group_id} not done within "
                                      f"rollout.timeout_s={self.timeout_s:g}")
-            self._lost(late[0].generator, error)
+            self._lost(late[0], error)
             return
         for ref in ready:
             ticket = refs[ref]
@@ -153,12 +156,15 @@ class Dispatcher:
             try:
                 meta = ray.get(ref, timeout=self.timeout_s)
             except RayActorError as error:
-                self._lost(ticket.generator, error)
+                self._lost(ticket, error)
                 continue
             del self.tickets[ticket.request.group_id]
             yield Group(ticket.prompt, meta, ticket.table_ref)
 
-    def _lost(self, index: int, error: Exception) -> None:
-        self.pool.revive(index, error)
-        for ticket in [t for t in self.tickets.values() if t.generator == index]:
-            self._send(ticket)
+    def _lost(self, ticket: _Ticket, error: Exception) -> None:
+        index = ticket.generator
+        if self.pool.actors[index] is ticket.actor:  # else replaced already: by a sync, or for another dispatcher
+            self.pool.revive(index, error)
+        for other in [t for t in self.tickets.values() if t.generator == index]:
+            if other.actor is not self.pool.actors[index]:
+                self._send(other)
