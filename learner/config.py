@@ -310,6 +310,10 @@ def validate(cfg: Config) -> None:
             continue
         if value < low or (value == low and not inclusive) or not math.isfinite(value):
             raise ConfigError(key, value, f"expected {'at least' if inclusive else 'more than'} {low}")
+    if cfg.resume not in ("never", "auto") and not Path(cfg.resume).is_dir():
+        raise ConfigError("resume", cfg.resume, "expected one of never, auto, or the folder of a run or a checkpoint")
+    if cfg.resume == "auto" and not cfg.run_dir:
+        raise ConfigError("resume", cfg.resume, "needs run_dir, the folder of the run to go on with")
     _check_model(cfg)
     _check_data(cfg)
     _check_batches(cfg)

@@ -263,6 +263,20 @@ def test_a_generator_killed_in_a_step_changes_nothing(start: Starter, quiet: Run
     assert run.processes() == []
 
 
+def test_a_driver_killed_and_resumed_ends_where_the_quiet_run_did(start: Starter, quiet: Run) -> None:
+    args = [*QUIET, "checkpoint.every=1", "resume=auto"]
+    run = start("resumed", *args)  # resume=auto where there is nothing yet starts anew
+    run.until(lambda: (run.folder / "checkpoints" / "step_00001" / "manifest.json").exists(), "first checkpoint")
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait(timeout=30)
+    again = start("resumed", *args)
+    assert again.wait() == 0, again.output
+    assert "going on after step" in again.output
+    same_end(quiet, again)
+    versions = again.metrics("training/policy_version")
+    assert [versions[s] for s in range(1, STEPS + 1)] == [1, 2, 3]
+
+
 # ---- off-policy, several updates, filters, and a step that is not finite -------------------------------------
 
 POISON = """

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,13 +23,6 @@ from reward_service.service import REWARD, RewardService
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"rules": {"accuracy": 1.0, "format": 0.5}, "combine": "sum", "timeout_s": 5.0,
           "options": {"max_tokens": 64}}
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
-    yield
-    ray.shutdown()
 
 
 def rollouts(completions: list[str], prompt_ids: list[str]) -> pa.RecordBatch:
@@ -51,7 +43,7 @@ def prompt(prompt_id: str, gold: str, prefill: str = "<think>") -> dict:
 
 
 @pytest.mark.timeout(300)
-def test_actor_scores_a_batch_by_what_was_sampled(local_ray: None, tmp_path: Path) -> None:
+def test_actor_scores_a_batch_by_what_was_sampled(cluster: None, tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer")
     actor = ray.remote(RewardService).options(num_cpus=0.5).remote(CONFIG, str(tmp_path / "tokenizer"), 2)
     batch = rollouts(

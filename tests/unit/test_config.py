@@ -52,8 +52,8 @@ CASES = [
     (["learner.ranks=3"], ["learner.ranks=3", "divide the 256 samples", "rollout.group_size=8"]),
     (["rollout.group_size=1"], ["rollout.group_size=1", "at least 2"]),
     (["algorithm.kl_placement=none"], ["algorithm.beta=0.001", "kl_placement=none", "algorithm.beta=0"]),
-    (["rollout.max_tokens=100"], ["rollout.max_tokens=100", "128 tokens", "data.max_prompt_tokens=40", "140"]),
-    (["learner.micro_batch_tokens=50"], ["learner.micro_batch_tokens=50", "128 tokens"]),
+    (["rollout.max_tokens=100"], ["rollout.max_tokens=100", "128 tokens", "data.max_prompt_tokens=48", "148"]),
+    (["learner.micro_batch_tokens=50"], ["learner.micro_batch_tokens=50", "112 tokens"]),
     (["algorithm.normaliser=foo"], ["algorithm.normaliser=foo", "sequence_mean, token_mean, constant"]),
     (["algorithm.loss=foo"], ["algorithm.loss=foo", "ppo_clip"]),
     (["algorithm.advantage=foo"], ["algorithm.advantage=foo", "rloo"]),
@@ -62,6 +62,7 @@ CASES = [
     (["learner.zero_stage=4"], ["learner.zero_stage=4", "0, 1, 2, 3"]),
     (["model.dtype=float8"], ["model.dtype=float8", "float32, bfloat16"]),
     (["resume=sometimes"], ["resume=sometimes", "expected one of"]),
+    (["resume=auto"], ["resume=auto", "run_dir"]),
     (["algorithm=nope"], ["algorithm=nope", "dr_grpo, grpo"]),
     (["experiment=nope"], ["experiment=nope", "r1_zero"]),
     (["reward=zzz"], ["reward=zzz", "r1_zero"]),
@@ -137,7 +138,8 @@ def test_shipped_experiments_load(model: str, path: Path) -> None:
 @pytest.mark.parametrize("group", ["reward", "cluster", "logging"])
 def test_every_file_of_the_other_groups_loads(model: str, group: str) -> None:
     for path in sorted((CONF / group).glob("*.yaml")):
-        load(["experiment=r1_zero", f"model={model}", f"{group}={path.stem}"])
+        given = ["reward.options.custom.mine.path=mine.py"] if path.stem == "custom" else []  # must be given
+        load(["experiment=r1_zero", f"model={model}", f"{group}={path.stem}", *given])
 
 
 def test_short_forms() -> None:
