@@ -203,7 +203,8 @@ def _check_split(split: str) -> None:
         raise ValueError(f"split={split}: expected one of {', '.join(SPLITS)}")
 
 
-def _first_distinct(make: Callable[[int], Prompt], wanted: int, fits: Callable[[Prompt], bool], name: str) -> Dataset:
+def _first_distinct(make: Callable[[int], Prompt], wanted: int, fits: Callable[[Prompt], bool], name: str,
+                    setting: str = "data.heldout_size") -> Dataset:
     """The first `wanted` prompts of `make(0), make(1), ...` that fit and are distinct, as a finite data set."""
     found: dict[str, Prompt] = {}
     dropped = {"too_long": 0, "duplicate": 0}
@@ -218,8 +219,8 @@ def _first_distinct(make: Callable[[int], Prompt], wanted: int, fits: Callable[[
         else:
             found[prompt.prompt_id] = prompt
     if len(found) < wanted:
-        raise ValueError(f"data.heldout_size={wanted}: {name} gave only {len(found)} usable distinct prompts "
-                         f"({dropped}); lower data.heldout_size or raise data.max_prompt_tokens")
+        raise ValueError(f"{setting}={wanted}: {name} gave only {len(found)} usable distinct prompts "
+                         f"({dropped}); lower {setting} or raise data.max_prompt_tokens")
     prompts = list(found.values())
     return Dataset(name, len(prompts), prompts.__getitem__, dropped)
 
@@ -238,7 +239,8 @@ def _arithmetic_dataset(get: Callable, split: str, fits: Callable[[Prompt], bool
                          f"and data.max_number={largest} does not fit; raise it or shorten data.template={template}")
     if split == "heldout":
         return _first_distinct(make, get("heldout_size", 64), fits, name)
-    return Dataset(name, None, make)
+    size = get("size", 0)
+    return _first_distinct(make, size, fits, f"{name}/size={size}", "data.size") if size else Dataset(name, None, make)
 
 
 # reasoning-gym seeds the item i of a data set with seed + i, so data sets of near seeds share items. One data set of

@@ -49,6 +49,8 @@ SCORED = pa.schema([
     pa.field("status", pa.string(), nullable=False),
     pa.field("extracted", pa.string()),
     pa.field("reason", pa.string()),
+    pa.field("step_rewards", pa.list_(pa.float64())),  # null unless steps are rewarded and status is "ok"
+    pa.field("step_ends", pa.list_(pa.int32())),  # index of the last token of each step
 ])
 REFERENCE = pa.schema([
     pa.field("group_id", pa.int64(), nullable=False),
@@ -67,6 +69,8 @@ PLAN = pa.schema([
     pa.field("rank", pa.int32(), nullable=False),
     pa.field("micro_batch", pa.int32(), nullable=False),
     pa.field("update", pa.int32(), nullable=False),  # which optimizer step of this batch
+    pa.field("step_rewards", pa.list_(pa.float64())),  # process supervision; null without
+    pa.field("step_ends", pa.list_(pa.int32())),
 ])
 
 
@@ -195,6 +199,11 @@ def check_scored(batch: pa.RecordBatch) -> pa.RecordBatch:
         if (status == "ok") != (reward is not None and np.isfinite(reward)):
             raise RecordError(f"scored: row {row}: status {status!r} with reward {reward}; "
                               "exactly the rows with status ok carry a finite reward")
+    steps = zip(batch.column("step_rewards").to_pylist(), batch.column("step_ends").to_pylist(), strict=True)
+    for row, (rewards, ends) in enumerate(steps):
+        if len(rewards or []) != len(ends or []) or not np.isfinite(rewards or []).all():
+            raise RecordError(f"scored: row {row}: step rewards {rewards} with ends {ends}: expected as many of each, "
+                              "and finite rewards")
     return batch
 
 

@@ -47,6 +47,33 @@ class Reference:
                 for entry in bucket.entries:
                     parameters[entry.name].copy_(view(buffer, entry))
 
+    def save(self, file: str) -> None:
+        """Write the weights as safetensors (a reference that was reset is part of a checkpoint)."""
+        from safetensors.torch import save_file
+
+        save_file({n: p.detach().cpu().contiguous() for n, p in self.policy.model.named_parameters()}, file)
+
+    def restore(self, file: str) -> None:
+        """Read what `save` wrote."""
+        import torch
+        from safetensors.torch import load_file
+
+        saved = load_file(file)
+        with torch.no_grad():
+            for name, parameter in self.policy.model.named_parameters():
+                parameter.copy_(saved[name])
+
+    def distributions(self, table: pa.RecordBatch, row: int, tokens: int) -> np.ndarray:
+        """Log-probs float32 [K, vocabulary] at the first K <= `tokens` places of one completion, for exact KL."""
+        import torch
+
+        prompt, completion = (ragged(table.column(c))[row] for c in ("prompt_ids", "completion_ids"))
+        ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None].to(self.device)
+        columns = torch.arange(len(prompt), len(prompt) + min(tokens, len(completion)), device=self.device)
+        with torch.no_grad():
+            found, _ = self.policy(ids, torch.zeros_like(columns), columns, self.cfg.rollout.temperature, full=True)
+        return found.float().cpu().numpy()
+
     def logprobs(self, tables: list[Any]) -> list[pa.RecordBatch]:
         """One REFERENCE batch for each ROLLOUT reference, rows in the same order."""
         batches = ray.get(list(tables), timeout=self.cfg.reference.timeout_s)
@@ -121,7 +148,18 @@ class ReferencePool:
         if pending:
             get(pending, 0.001, f"reference: log-probs of {len(pending)} of {len(refs)} groups", HINT)
 
+    def distributions(self, table: Any, row: int, tokens: int) -> Any:
+        """A reference of Reference.distributions; does not wait."""
+        return self.actors[0].distributions.remote(table, row, tokens)
+
+    def save(self, file: str) -> None:
+        get(self.actors[0].save.remote(file), self.cfg.reference.timeout_s, "reference: save", HINT)
+
+    def restore(self, file: str) -> None:
+        get([a.restore.remote(file) for a in self.actors], self.cfg.reference.timeout_s, "reference: restore", HINT)
+
     def load(self, buckets: list[Bucket]) -> None:
+        """Every actor becomes the policy of these buckets (reference reset)."""
         get([a.load.remote(buckets) for a in self.actors], self.cfg.reference.timeout_s, "reference: load", HINT)
 
 

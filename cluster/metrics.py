@@ -108,6 +108,8 @@ METRICS: dict[str, Metric] = {
     "reward/format": M("share", "completions in the asked format, of those graded", "mean"),
     **{f"reward/{s}_share": M("share", f"rewards with status {s}", "mean") for s in STATUSES},
     "reward_part/{rule}": M("reward", "one rule's score before its weight", "mean", "TRL rewards/*/mean"),
+    "reward/overlong_penalty": M("reward", "what algorithm.options.overlong_share took off a reward", "mean"),
+    "data/curriculum_level": M("1", "difficulty level the curriculum is at", "last"),
     "advantage": M("1", "advantage of a sample", "spread", "verl critic/advantages/*"),
     "response_length": M("tokens", "completion length", "spread", "verl response_length/*"),
     "response_length/clip_ratio": M("share", "finish_reason = length", "mean", "verl, TRL completions/clipped_ratio"),
@@ -116,6 +118,7 @@ METRICS: dict[str, Metric] = {
     "actor/loss": M("1", "loss the optimizer saw, all terms, global normaliser", "mean"),
     "actor/pg_loss": M("1", "policy loss of a token, mean over tokens; near 0 on-policy", "mean", "verl actor/pg_loss"),
     "actor/kl_loss": M("nats", "KL to the reference per token (k3)", "mean", "verl actor/kl_loss, TRL kl"),
+    "actor/kl_exact": M("nats", "KL to the reference over the whole vocabulary, on one completion", "mean"),
     "actor/ppo_kl": M("nats", "KL to the policy that scored the batch, per token (k3)", "mean", "verl actor/ppo_kl"),
     "actor/entropy": M("nats", "entropy of the next-token distribution", "mean", "verl actor/entropy, TRL entropy"),
     "actor/ratio": M("1", "importance ratio of a token", "spread"),
@@ -141,6 +144,7 @@ METRICS: dict[str, Metric] = {
     "timing_s/{phase}": M("s", "wall time of a phase: gen, reward, ref, adv, update, sync, eval, save", "sum", "verl"),
     "timing_s/step": M("s", "wall time of the whole step", "sum", "verl timing_s/step"),
     "perf/total_num_tokens": M("tokens", "prompt and completion tokens of the step", "sum", "verl"),
+    "perf/trained_tokens": M("tokens", "prompt and completion tokens that the learner trained on", "sum"),
     "perf/tokens_per_s": M("tokens/s", "completion tokens of the step over its wall time, whole run", "last"),
     "perf/gen_tokens_per_s": M("tokens/s", "completion tokens over the time spent generating", "last"),
     "eval/pass@{k}": M("share", "unbiased estimate that one of k samples is right, held-out set", "last"),
@@ -153,7 +157,8 @@ METRICS: dict[str, Metric] = {
 }
 # What learner/losses.py and learner/worker.py call a quantity, and the name it is logged under.
 LOSS_NAMES = {
-    "policy_loss": "actor/pg_loss", "kl_ref": "actor/kl_loss", "kl_old": "actor/ppo_kl", "entropy": "actor/entropy",
+    "policy_loss": "actor/pg_loss", "kl_ref": "actor/kl_loss", "kl_exact": "actor/kl_exact",
+    "kl_old": "actor/ppo_kl", "entropy": "actor/entropy",
     "ratio": "actor/ratio", "tis_weight": "actor/tis_weight", "clip_fraction_low": "clip_ratio/low_mean",
     "clip_fraction_high": "clip_ratio/high_mean", "dual_clip_fraction": "actor/pg_clipfrac_lower",
     "value_loss": "critic/vf_loss", "value": "critic/values", "value_clip_fraction": "critic/vf_clipfrac",

@@ -25,10 +25,10 @@ OPTIONS = {  # keys of algorithm.options, with what they mean; any other is refu
     "overlong_share": "last share of rollout.max_tokens over which DAPO's length penalty grows from 0 to -1",
     "value_clip": "range of the critic's clip around its old values; null: off",
     "value_lam": "lambda of the critic's targets where it differs from that of the advantages",
-    "value_warmup_steps": "steps that train the critic alone",
+    "value_pretrain_steps": "steps that train the critic alone",
     "critic_lr": "learning rate of the critic; null: that of the policy",
-    "dead_weight": "weight of dead groups with filter=down_weight",
-    "max_draws": "with filter=resample: most groups drawn in a step, as a multiple of prompts_per_step",
+    "dead_weight": "weight of dead groups with filter=down_weight; default 0.1",
+    "max_draws": "with filter=resample: most groups drawn in a step, as a multiple of prompts_per_step; default 4",
 }
 
 

@@ -48,8 +48,15 @@ class DataConfig:
     template: str = "r1_zero"
     terms: list[int] = field(default_factory=lambda: [2, 3, 4])
     max_number: int = 99
+    size: int = 0  # arithmetic: that many distinct training prompts, drawn again each epoch; 0: endless
     heldout_size: int = 64
     heldout_path: str = ""
+    sampler: str = "uniform"  # uniform | balanced: prompts of a pass rate near 0.5 first (finite data)
+    sampler_floor: float = 0.1  # balanced: chance left to a prompt always or never solved
+    curriculum: list[int] = field(default_factory=list)  # difficulty levels in turn; empty: all from the start
+    curriculum_up: float = 0.8  # accuracy of the last curriculum_window groups that opens the next level
+    curriculum_window: int = 64  # groups
+    curriculum_replay: float = 0.2  # how often a prompt of a lower level is taken where it comes up
     seed: int = 0
     max_prompt_tokens: int = 512
     question_key: str = "question"
@@ -81,7 +88,9 @@ class AlgorithmConfig:
     gamma: float = 1.0
     lam: float = 1.0
     critic: bool = False
-    filter: str = "none"  # none | skip_dead
+    filter: str = "none"  # none | skip_dead | down_weight | resample: groups whose rewards are all equal
+    reference_reset_every: int = 0  # steps after which the reference becomes the policy; 0: never
+    exact_kl_tokens: int = 0  # tokens a step whose full-vocabulary KL to the reference is logged; 0: none
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,6 +98,7 @@ class AlgorithmConfig:
 class RewardConfig:
     rules: dict[str, float] = field(default_factory=dict)
     combine: str = "sum"  # sum | product
+    steps: str = ""  # rule that rewards single steps (process supervision); empty: none
     timeout_s: float = 10.0  # hard deadline of one item
     workers: int = 1
     max_failure_share: float = 0.25  # more rewards than this not ok in one step stop the run
@@ -170,6 +180,17 @@ class EvaluationConfig:
 
 
 @dataclass
+class GuardsConfig:
+    """When a running training warns (learner/guards.py); a warning stops nothing."""
+
+    entropy_share: float = 0.1  # entropy under this share of the first step's ...; 0: never
+    entropy_accuracy: float = 0.5  # ... while a smaller share of answers than this is right
+    length_factor: float = 3.0  # mean length grown by this factor within length_window steps; 0: never
+    length_window: int = 10
+    clip_ratio: float = 0.5  # share of answers cut at rollout.max_tokens
+
+
+@dataclass
 class CheckpointConfig:
     every: int = 20  # steps; 0: only at the end and on SIGTERM
     keep: int = 2  # newest that stay; 0: all
@@ -204,6 +225,7 @@ class Config:
     seed: int = 0
     run_dir: str = ""
     resume: str = "never"  # never | auto (go on if run_dir holds a checkpoint) | folder of a run or of a checkpoint
+    preflight: bool = False  # check everything a run needs, print a table, start nothing
     allow_changes: bool = False  # resume although settings differ from those of the checkpoint
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -215,6 +237,7 @@ class Config:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -237,7 +260,8 @@ CHOICES = {
     "algorithm.normaliser": ("sequence_mean", "token_mean", "constant"),
     "algorithm.kl": ("k1", "k2", "k3", "k3_iw"),
     "algorithm.kl_placement": ("loss", "reward", "none"),
-    "algorithm.filter": ("none", "skip_dead"),
+    "algorithm.filter": ("none", "skip_dead", "down_weight", "resample"),
+    "data.sampler": ("uniform", "balanced"),
     "reward.combine": ("sum", "product"),
     "learner.zero_stage": (0, 1, 2, 3),
     "optimizer.decay": ("constant", "cosine"),
@@ -260,9 +284,13 @@ RANGES = (
     ("reference.timeout_s", 0, False), ("reward.timeout_s", 0, False), ("reward.workers", 1, True),
     ("reward.max_failure_share", 0, True), ("evaluation.every", 0, True), ("evaluation.samples", 1, True),
     ("evaluation.samples_during", 1, True), ("evaluation.temperature", 0, False), ("data.heldout_size", 1, True),
+    ("data.size", 0, True), ("data.sampler_floor", 0, False), ("data.curriculum_up", 0, False),
+    ("data.curriculum_window", 1, True), ("data.curriculum_replay", 0, True),
+    ("algorithm.reference_reset_every", 0, True), ("algorithm.exact_kl_tokens", 0, True),
     ("data.max_prompt_tokens", 1, True), ("data.max_number", 1, True), ("algorithm.beta", 0, True),
     ("algorithm.eps_low", 0, True), ("algorithm.eps_high", 0, True), ("cluster.object_store_mib", 80, True),
-    ("cluster.start_timeout_s", 0, False),
+    ("cluster.start_timeout_s", 0, False), ("guards.entropy_share", 0, True), ("guards.entropy_accuracy", 0, True),
+    ("guards.length_factor", 0, True), ("guards.length_window", 1, True), ("guards.clip_ratio", 0, True),
     ("checkpoint.every", 0, True), ("checkpoint.keep", 0, True),
     ("cluster.num_cpus", 0, True), ("logging.rollouts", -1, True),
     ("learner.cpus", 0, True), ("learner.gpus", 0, True), ("learner.threads", 0, True), ("generator.cpus", 0, True),
@@ -346,6 +374,15 @@ def _check_data(cfg: Config) -> None:
                           "Set data.path, or data=FILE.")
     if cfg.data.kind == "arithmetic" and not (cfg.data.terms and min(cfg.data.terms) >= 1):
         raise ConfigError("data.terms", cfg.data.terms, "expected how many numbers a sum may have, such as [2,3,4]")
+    if cfg.data.size and cfg.data.kind != "arithmetic":
+        raise ConfigError("data.size", cfg.data.size, f"data.kind={cfg.data.kind} has a size of its own",
+                          "Leave it at 0.")
+    if cfg.data.sampler == "balanced" and not (cfg.data.kind == "files" or cfg.data.size):
+        raise ConfigError("data.sampler", cfg.data.sampler, f"prompts of data.kind={cfg.data.kind} never come again, "
+                          "so nothing is known of them", "Use data=FILE, or arithmetic with data.size.")
+    for key in ("sampler_floor", "curriculum_up", "curriculum_replay"):
+        if getattr(cfg.data, key) > 1:
+            raise ConfigError(f"data.{key}", getattr(cfg.data, key), "expected a share, at most 1")
 
 
 def _check_batches(cfg: Config) -> None:
@@ -372,15 +409,19 @@ def _check_algorithm(cfg: Config) -> None:
         raise ConfigError("rollout.group_size", cfg.rollout.group_size,
                           f"algorithm={a.name} uses the group's mean as its baseline and needs at least 2",
                           "Raise rollout.group_size or choose an algorithm without a group baseline.")
-    if a.advantage == "process":
-        raise ConfigError("algorithm.advantage", a.advantage, "process supervision needs step rewards, and no "
-                          "process reward model is available yet", "Use algorithm=grpo.")
+    if a.advantage == "process" and not cfg.reward.steps:
+        raise ConfigError("reward.steps", "", f"algorithm={a.name} needs step rewards, and nothing gives them",
+                          "Set reward.steps=running_sum where the task is arithmetic, or use algorithm=grpo.")
     if (a.advantage == "gae") != a.critic:
         raise ConfigError("algorithm.critic", a.critic, f"algorithm.advantage={a.advantage} "
                           f"{'needs' if a.advantage == 'gae' else 'has no use for'} a critic")
     if a.beta > 0 and a.kl_placement == "none":
         raise ConfigError("algorithm.beta", a.beta, "a KL coefficient above 0 has no effect with "
                           "algorithm.kl_placement=none", "Set algorithm.beta=0, or place the KL in loss or reward.")
+    for key in ("reference_reset_every", "exact_kl_tokens"):
+        if getattr(a, key) and not (a.beta > 0 and a.kl_placement != "none"):
+            raise ConfigError(f"algorithm.{key}", getattr(a, key), "there is no reference with algorithm.beta=0 or "
+                              "algorithm.kl_placement=none", "Set algorithm.beta above 0, or leave this at 0.")
     if a.normaliser == "constant" and not (a.loss_constant and a.loss_constant > 0):
         raise ConfigError("algorithm.loss_constant", a.loss_constant, "algorithm.normaliser=constant needs a "
                           "positive divisor in tokens", "Usually rollout.max_tokens.")
@@ -405,6 +446,13 @@ def _check_sampling(cfg: Config) -> None:
 
 
 def _check_reward(cfg: Config) -> None:
+    from reward_service.steps import STEP_RULES
+
+    if cfg.reward.steps and cfg.reward.steps not in STEP_RULES:
+        raise ConfigError("reward.steps", cfg.reward.steps, f"expected one of {', '.join(STEP_RULES)}, or nothing")
+    if cfg.algorithm.options.get("overlong_share") and "soft_overlong" in cfg.reward.rules:
+        raise ConfigError("reward.rules.soft_overlong", cfg.reward.rules["soft_overlong"], "algorithm.options."
+                          "overlong_share already takes off the same penalty", "Use one of the two.")
     if not cfg.reward.rules:
         raise ConfigError("reward.rules", cfg.reward.rules, "expected at least one rule with a weight")
     from reward_service.rules import RULES  # as light as this module

@@ -28,6 +28,7 @@ def sample_weights(
     valid: np.ndarray,
     constant: float | None = None,
     groups: np.ndarray | None = None,
+    factors: np.ndarray | None = None,
 ) -> np.ndarray:
     """Weight of each token of each sample, float64 [N], for one whole optimizer step.
 
@@ -38,6 +39,9 @@ def sample_weights(
       (int [N]): over answers of a group, then over groups; the same unless group sizes differ.
     - ``token_mean``: 1 / sum_i |o_i| (DAPO eq. 8, over the step).
     - ``constant``: 1 / (n c), no length term (Dr. GRPO section 3.2).
+
+    ``factors`` (float64 [N], alike within a group) turn these means into weighted ones: a sample of factor 0.1 counts
+    a tenth in the sum and in the denominator.
 
     Raises ValueError for an unknown normaliser or a constant that is missing or not positive.
     """
@@ -52,13 +56,14 @@ def sample_weights(
         )
     if not used.any():
         return weights
+    factor = np.ones(int(used.sum())) if factors is None else np.asarray(factors, dtype=np.float64)[used]
     if normaliser == "token_mean":
-        weights[used] = 1.0 / lengths[used].sum()
+        weights[used] = factor / (factor * lengths[used]).sum()
         return weights
-    per_answer = np.full(int(used.sum()), 1.0 / used.sum())
     if groups is not None:
         _, inverse, sizes = np.unique(np.asarray(groups)[used], return_inverse=True, return_counts=True)
-        per_answer = 1.0 / (len(sizes) * sizes[inverse])
+        factor = factor / sizes[inverse]
+    per_answer = factor / factor.sum()
     weights[used] = per_answer / (constant if normaliser == "constant" else lengths[used])
     return weights
 

@@ -29,6 +29,9 @@ def step_metrics(groups: Sequence[Any], scores: Scores, batch: Assembled, result
         "perf/total_num_tokens": float(lengths.sum() + sum(m.prompt_tokens * len(m.lengths) for m in metas)),
         "training/policy_version": float(version), "generator/restarts": float(restarts),
         "training/staleness": Stat.of([float(trained - m.version_min) for m in metas if m.version_min >= 0]),
+        "perf/trained_tokens": float(sum(m.lengths.sum() + m.prompt_tokens * len(m.lengths)
+                                         for m, kept in zip(metas, batch.kept, strict=True) if kept)),
+        **({"reward/overlong_penalty": Stat.of(batch.penalty.tolist())} if batch.penalty.any() else {}),
         **{f"groups/{k}": float(v) for k, v in books.items()},
         **{f"timing_s/{k}": v for k, v in timing.items()},
         **{f"regime/{k}": v for k, v in regimes.shares(batch.regimes).items()},

@@ -6,6 +6,7 @@ comes after it, so the width of the padding changes no value (DESIGN invariant 2
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cluster.plan import ModelSize
+
 # Output heads that scale or cap logits would need the same here; refused rather than computed wrongly.
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -36,17 +40,20 @@ class Policy(nn.Module):
         self.model, self.chunk = model, chunk
 
     def forward(self, ids: Tensor, rows: Tensor, columns: Tensor, temperature: float = 1.0,
-                entropy: bool = False, entropy_grad: bool = False) -> tuple[Tensor, Tensor | None]:
+                entropy: bool = False, entropy_grad: bool = False, full: bool = False,
+                ) -> tuple[Tensor, Tensor | None]:
         """Log-probs float32 [M] of tokens `ids[rows, columns]` given what precedes them; and entropy [M] if asked.
 
         ids: int64 [B, T], right-padded; rows, columns: int64 [M] with columns >= 1. Logits are divided by
         `temperature` first: the distribution the tokens were drawn from. Entropy is in nats; it carries a gradient
-        only with `entropy_grad`.
+        only with `entropy_grad`. `full`: log-probs of the whole vocabulary, [M, V], for a few tokens (exact KL).
         """
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state[rows, columns - 1]
         targets = ids[rows, columns]
         head = self.model.get_output_embeddings()
+        if full:
+            return torch.log_softmax(head(hidden).float() / temperature, dim=-1), None
         parts = list(zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True))
         wanted = _calls(head, len(parts))
         # Chunks that only keep the head's calls in step with other ranks: one row, whose value is left out below.
@@ -88,22 +95,69 @@ def _logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: flo
         return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
 
 
+def source(path: str) -> str:
+    """A local directory with ~ expanded, or a hub id as it is."""
+    folder = Path(path).expanduser()
+    return str(folder) if folder.is_dir() else path
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors of a local model directory, [] for a hub id. Raises ModelError where a directory has none."""
+    folder = Path(source(path))
+    if not folder.is_dir():
+        return []
+    found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if not found:
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+        has = f"only {', '.join(pickles)}, and a pickle can run code when it is opened" if pickles else "no weights"
+        raise ModelError(f"model.path={path}: has {has}; expected *.safetensors. Have its publisher's safetensors, or "
+                         "convert it where you trust it: load it and save_pretrained().")
+    return found
+
+
+def model_size(cfg: Any) -> ModelSize:
+    """Size of ModelConfig `cfg`'s model from its config and the headers of its weights; loads none of them."""
+    from safetensors import SafetensorError, safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    extra = {"gguf_file": cfg.gguf_file} if cfg.gguf_file else {}
+    try:
+        config = LlamaConfig(**dict(cfg.architecture)) if cfg.init == "random" else AutoConfig.from_pretrained(
+            source(cfg.path), trust_remote_code=False, **extra)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path={cfg.path}: no readable config.json: {str(error).splitlines()[0]}") from error
+    count = 0
+    for file in weight_files(cfg.path) if cfg.init == "pretrained" and not cfg.gguf_file else []:
+        try:
+            with safe_open(file, "pt") as tensors:
+                count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise ModelError(f"model.path={cfg.path}: {file.name} is damaged: {error}. Fetch it again.") from error
+    if not count:
+        with torch.device("meta"):
+            count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    text = config.get_text_config()
+    return ModelSize(count, *(getattr(text, n, 0) for n in ("num_hidden_layers", "hidden_size", "vocab_size")))
+
+
 def load_model(cfg: Any, seed: int = 0) -> nn.Module:
     """The Hugging Face causal LM of ModelConfig `cfg`, on the CPU, in its dtype, eager-initialised when random.
 
     Weights are only read from safetensors (or GGUF). Raises ModelError naming the setting.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     dtype = getattr(torch, cfg.dtype)
     if cfg.init == "random":
         torch.manual_seed(seed)
         return LlamaForCausalLM(LlamaConfig(**dict(cfg.architecture))).to(dtype)
+    if not cfg.gguf_file:
+        weight_files(cfg.path)
     try:
         extra = {"gguf_file": cfg.gguf_file} if cfg.gguf_file else {"use_safetensors": True}
-        return AutoModelForCausalLM.from_pretrained(str(Path(cfg.path).expanduser()) if Path(cfg.path).expanduser()
-                                                    .is_dir() else cfg.path, dtype=dtype, **extra)
-    except (OSError, ValueError) as error:
+        return AutoModelForCausalLM.from_pretrained(source(cfg.path), dtype=dtype, trust_remote_code=False, **extra)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"model.path={cfg.path}: cannot load a causal language model: "
                          f"{str(error).splitlines()[0]}") from error
 
@@ -116,12 +170,12 @@ def load_tokenizer(cfg: Any) -> Any:
         return build_tokenizer(cfg.max_length or cfg.architecture["max_position_embeddings"])
     from transformers import AutoTokenizer
 
-    source = cfg.tokenizer or cfg.path
+    path = cfg.tokenizer or cfg.path
     try:
         extra = {"gguf_file": cfg.gguf_file} if cfg.gguf_file else {}
-        return AutoTokenizer.from_pretrained(source, **extra)
+        return AutoTokenizer.from_pretrained(source(path), trust_remote_code=False, **extra)
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.tokenizer={source}: cannot load a tokenizer: "
+        raise ModelError(f"model.tokenizer={path}: cannot load a tokenizer: "
                          f"{str(error).splitlines()[0]}") from error
 
 
@@ -131,6 +185,7 @@ def materialise(cfg: Any, directory: Path, seed: int = 0) -> Path:
     Returns `cfg.path` itself where that already is such a directory; else writes `directory`.
     """
     if cfg.init == "pretrained" and not cfg.gguf_file:
+        weight_files(cfg.path)
         return Path(cfg.path).expanduser()
     if not (directory / "config.json").is_file():
         model = load_model(cfg, seed)

@@ -88,18 +88,13 @@ def groups_to_draw(wanted: int, alive: int, finished: int, in_flight: int, limit
 
     ``alive`` of the ``finished`` groups are alive; those in flight are expected to be so at the same rate (Laplace:
     never 0). finished + in_flight never passes ``limit``; 0 with nothing in flight means: train on what is there.
-    Nothing alive is ever thrown away: what exceeds ``wanted`` is kept for the next step (`split_surplus`)."""
+    What comes alive beyond ``wanted`` is trained on as well, at once: kept for the next step it would be off-policy,
+    thrown away it would be lost."""
     rate = (alive + 1) / (finished + 2)
     missing = wanted - alive - in_flight * rate
     if alive >= wanted or missing <= 0:
         return 0
     return max(0, min(int(np.ceil(missing / rate)), limit - finished - in_flight))
-
-
-def split_surplus(alive_ids: Sequence[int], wanted: int) -> tuple[list[int], list[int]]:
-    """(train now, keep for the next step): the oldest ``wanted`` groups in order of id, and the rest."""
-    ordered = sorted(alive_ids)
-    return ordered[:wanted], ordered[wanted:]
 
 
 # -- which prompts next ------------------------------------------------------------------------------------------------
@@ -144,8 +139,9 @@ class PromptHistory:
         entry = self.entries.get(prompt_id)
         return 0.5 if entry is None else (entry["right"] + 1) / (entry["graded"] + 2)
 
-    def weights(self, prompt_ids: Sequence[str], floor: float = 0.1) -> np.ndarray:
-        return sampling_weights(np.array([self.pass_rate(p) for p in prompt_ids]), floor)
+    def acceptance(self, prompt_id: str, floor: float = 0.1) -> float:
+        """Chance that a prompt is taken when it comes up (`sampling_weights`): 1 for one never seen."""
+        return float(sampling_weights(np.array([self.pass_rate(prompt_id)]), floor)[0])
 
     def state_dict(self) -> dict[str, Any]:
         return {"decay": self.decay, "entries": {p: dict(e) for p, e in self.entries.items()}}
@@ -160,7 +156,8 @@ class Curriculum:
     """Difficulty levels in ascending order: move up once the last ``window`` groups of the current level reach accuracy
     ``up``.
 
-    ``replay``: share of draws from the levels below. State is plain JSON."""
+    ``replay``: how often a prompt of a lower level is taken, where one of the current level always is. State is plain
+    JSON."""
 
     levels: list[int]
     up: float = 0.8
@@ -180,17 +177,11 @@ class Curriculum:
         self.position, self.recent = self.position + 1, []
         return True
 
-    def weights(self, levels: Sequence[int]) -> np.ndarray:
-        """Weight of each prompt by its level, float64, summing to 1: 1 - replay on the current level, replay spread
-        over the lower ones.
-
-        Raises ValueError when no prompt has the current level."""
-        levels = np.asarray(levels)
-        here, below = levels == self.levels[self.position], np.isin(levels, self.levels[: self.position])
-        if not here.any():
-            raise ValueError(f"no prompt has difficulty level {self.levels[self.position]}: levels are {self.levels}")
-        replay = self.replay if below.any() else 0.0
-        return here * (1 - replay) / here.sum() + below * replay / max(below.sum(), 1)
+    def acceptance(self, level: int) -> float:
+        """Chance that a prompt of this level is taken when it comes up: 1, ``replay`` or 0."""
+        if level == self.levels[self.position]:
+            return 1.0
+        return self.replay if level in self.levels[: self.position] else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "recent": list(self.recent)}

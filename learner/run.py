@@ -72,6 +72,10 @@ def execute(cfg: Config) -> int:
 def _run(cfg: Config, run_dir: Path, started: float, stopping: threading.Event) -> None:
     from cluster.local import connect
 
+    if cfg.stage == "rl":
+        from learner import algorithms
+
+        algorithms.check(cfg.algorithm)  # slow to import, hence not among the checks of the settings
     print(f"volley: {cfg.experiment} -> {run_dir}", flush=True)
     print(f"volley: {connect(cfg, namespace=run_dir.name)}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: _terminate(stopping))  # Ray has just put a handler of its own there

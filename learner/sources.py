@@ -56,7 +56,8 @@ def given_group(group_id: int, prompt: Prompt, prompt_ids: list[int], tokenizer:
     scored = pa.RecordBatch.from_pydict({
         "group_id": [group_id] * n, "sample_index": list(range(n)), "reward": [1.0, 0.0][:n],
         "parts": [[]] * n, "accuracy": [None] * n, "format": [None] * n, "status": ["ok"] * n,
-        "extracted": [""] * n, "reason": ["given"] * n}, schema=SCORED)
+        "extracted": [""] * n, "reason": ["given"] * n, "step_rewards": [None] * n, "step_ends": [None] * n},
+        schema=SCORED)
     meta = GroupMeta(group_id, prompt.prompt_id, len(prompt_ids), np.array([len(a) for a in ids], np.int64),
                      tuple(reasons), -1, -1, "data")
     return Group(prompt, meta, ray.put(table)), scored

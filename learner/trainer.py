@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,21 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from actors.prompts import Prompt, PromptStream, build_dataset
+from actors.prompts import Prompt, build_dataset
 from actors.records import SamplingParams
 from actors.reference import ReferencePool
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from actors.staleness import Ledger, admissible
 from cluster.metrics import MetricLog
 from cluster.progress import Progress, comparison
-from learner import checkpoint
-from learner.assemble import Assembled, Scores, assemble, read_scores
+from learner import checkpoint, regimes, resume
+from learner.assemble import Assembled, Scores, alive, assemble, read_scores
 from learner.config import Config, ConfigError
 from learner.evaluate import summarise
 from learner.group import LearnerGroup
 from learner.measure import step_metrics
 from learner.model import load_tokenizer, materialise
 from learner.run import RunError
+from learner.sampler import Sampler
 from learner.schedule import learning_rate
 from learner.services import RewardClient, RolloutLog
 from learner.sources import COLUMNS, given_group
@@ -59,7 +57,7 @@ class Trainer:
         self.tokens = 0
         self.generating_s = 0.0
         self.worst_mismatch = 0.0
-        self.readmitted: list[tuple[int, Prompt]] = []
+        self.reference_reset_at = 0  # the step after which the reference became the policy; 0: it is the initial model
 
     # ---- the run ----------------------------------------------------------------------------------------------
 
@@ -96,24 +94,18 @@ class Trainer:
         """One turn of the loop."""
         begun = time.monotonic()
         self.timing = {}
-        with self.phase("gen"):
-            self.admit()
-            groups = self.collect(self.cfg.rollout.prompts_per_step)
-        references = self.reference.logprobs([g.table for g in groups]) if self.reference else None
-        with self.phase("reward"):
-            scored = [self.given.pop(g.meta.group_id) for g in groups] if self.given else self.rewards.collect(groups)
-            scores = read_scores(scored)
-            self.check_failures(scores)
+        groups, scored = self.draw()
+        scores = read_scores(scored)
         with self.phase("adv"):
             batch = assemble(self.cfg, [g.meta for g in groups], scores)
         with self.phase("ref"):
-            if references:
-                self.reference.wait(references)
+            references = self.refer(groups, batch)
         with self.phase("update"):
             result = self.update(step, groups, batch, references)
         with self.phase("sync"):
             synced = self.sync() if self.changed(result) else {}
-        self.account(groups, batch)
+            self.reset_reference(step)
+        self.account(step, groups, scores, batch)
         self.rollout_log.write(step, groups, scored, split(batch.advantages, groups))
         self.timing["step"] = time.monotonic() - begun
         self.record(step, groups, scores, batch, result, synced)
@@ -123,7 +115,7 @@ class Trainer:
     def start(self) -> None:
         """Bring every actor up, side by side, and prove that the generators hold the learner's weights."""
         cfg = self.cfg
-        saved = find_checkpoint(cfg, self.run_dir)
+        saved = resume.find(cfg, self.run_dir)
         state = json.loads((saved / "trainer.json").read_text()) if saved else None
         self.tokenizer = load_tokenizer(cfg.model)
         self.model_path = str(materialise(cfg.model, self.run_dir / "initial_model", cfg.seed))
@@ -143,15 +135,18 @@ class Trainer:
             wandb_id=state["wandb_id"] if state else None, resume_step=state["done"] if state else None)
         self.dispatcher = Dispatcher(self.generators, cfg.seed, cfg.rollout.timeout_s)
         self.load_data()
-        if state:
-            self.restore(state)
+        readmitted = resume.restore(self, state) if state else []
         self.learner.start(str(saved) if saved else None)
         self.generators.start()
         self.rewards.start()
         if self.reference:
             self.reference.start()
+            if saved and self.reference_reset_at:
+                self.reference.restore(str(saved / resume.REFERENCE))
+        if saved:
+            print(f"volley: going on after step {self.done}", flush=True)
         self.sync(probe=[self.encode(p.text) for p in self.heldout[:4]])
-        for group_id, prompt in self.readmitted:
+        for group_id, prompt in readmitted:
             self.submit(group_id, prompt)
 
     def load_data(self) -> None:
@@ -165,7 +160,7 @@ class Trainer:
             heldout = build_dataset(cfg.data, "heldout", count)
         except ValueError as error:
             raise ConfigError("data", cfg.data.kind, str(error)) from error
-        self.stream = PromptStream(train, cfg.seed)
+        self.sampler = Sampler(cfg.data, train, cfg.seed)
         self.heldout = heldout.prompts()[: cfg.data.heldout_size]
 
     def encode(self, text: str) -> list[int]:
@@ -173,11 +168,33 @@ class Trainer:
         ids = self.tokenizer(text)["input_ids"]
         return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
-    def admit(self) -> None:
-        """Start as many groups as can still be trained within max_staleness versions (actors/staleness.py)."""
+    def draw(self) -> tuple[list[Group], list[Any]]:
+        """The groups of a step and their SCORED batches, in order of id: prompts_per_step of them, and with
+        algorithm.filter=resample as many more as it takes for so many to be alive, within options.max_draws."""
+        wanted, a = self.cfg.rollout.prompts_per_step, self.cfg.algorithm
+        groups: list[Group] = []
+        scored: list[Any] = []
+        more = wanted
+        while more:
+            with self.phase("gen"):
+                self.admit(more, len(groups))
+                new = self.collect(more)
+            with self.phase("reward"):
+                scored += [self.given.pop(g.meta.group_id) for g in new] if self.given else self.rewards.collect(new)
+                self.check_failures(read_scores(scored))
+            groups += new
+            more = 0 if a.filter != "resample" else regimes.groups_to_draw(
+                wanted, alive(self.cfg, [g.meta for g in groups], read_scores(scored)), len(groups), 0,
+                int(a.options.get("max_draws", 4) * wanted))
+        return groups, scored
+
+    def admit(self, needed: int, drawn: int = 0) -> None:
+        """Start as many groups as can still be trained within max_staleness versions (actors/staleness.py), and those
+        of the `needed` next ones that are not on their way. `drawn`: groups of this step that are here already."""
         r = self.cfg.rollout
-        room = admissible(self.ledger.waiting, r.prompts_per_step, r.max_staleness)
-        for prompt in self.stream.next(room):
+        waiting = self.ledger.waiting - drawn
+        room = max(admissible(waiting, r.prompts_per_step, r.max_staleness) if not drawn else 0, needed - waiting)
+        for prompt in self.sampler.next(room):
             group_id = self.ledger.admitted
             self.ledger.admit(group_id)
             self.submit(group_id, prompt)
@@ -195,7 +212,7 @@ class Trainer:
 
     def collect(self, n: int) -> list[Group]:
         """The n oldest admitted groups, when all of them are done. Others that finish meanwhile wait in the queue."""
-        first = sorted(self.ledger.in_flight | self.ledger.queued)[:n]
+        first = sorted(self.ledger.in_flight | {g.meta.group_id for g in self.queue})[:n]
         while any(g in self.ledger.in_flight for g in first):
             for group in self.dispatcher.finished():
                 self.ledger.finish(group.meta.group_id)
@@ -213,9 +230,13 @@ class Trainer:
         total = self.cfg.steps * self.cfg.learner.updates_per_batch
         rates = tuple(learning_rate(self.cfg.optimizer, self.optimizer_steps + u, total)
                       for u in range(len(batch.micro_batches)))
+        exact, a = None, self.cfg.algorithm
+        if a.exact_kl_tokens:
+            first = batch.plan.slice(0, 1).to_pylist()[0]
+            exact = self.reference.distributions(groups[first["table"]].table, first["row"], a.exact_kl_tokens)
         result = self.learner.update(UpdateJob(
             self.version, [g.table for g in groups], references, batch.plan, batch.micro_batches, rates,
-            self.cfg.rollout.temperature, step > self.cfg.algorithm.options.get("value_pretrain_steps", 0)))
+            self.cfg.rollout.temperature, step > self.cfg.algorithm.options.get("value_pretrain_steps", 0), exact))
         self.optimizer_steps += len(rates)
         self.check_mismatch(result["stats"])
         return result
@@ -228,10 +249,30 @@ class Trainer:
     def sync(self, probe: list[list[int]] | None = None) -> dict[str, float]:
         """Publish the learner's weights as a new version; every generator loads and proves them."""
         self.version += probe is None
-        published = self.learner.publish(self.version, probe)
+        self.published = published = self.learner.publish(self.version, probe)
         figures = self.generators.sync(published)
         figures["bytes"] = float(sum(e.offset for b in published.buckets for e in b.entries[-1:]))
         return figures
+
+    def refer(self, groups: list[Group], batch: Assembled) -> list[Any] | None:
+        """Reference log-probs of the groups that are trained on, once they exist; None for the others."""
+        if self.reference is None or batch.plan is None:
+            return None
+        chosen = [i for i, kept in enumerate(batch.kept) if kept]
+        found = self.reference.logprobs([groups[i].table for i in chosen])
+        self.reference.wait(found)
+        refs: list[Any] = [None] * len(groups)
+        for i, ref in zip(chosen, found, strict=True):
+            refs[i] = ref
+        return refs
+
+    def reset_reference(self, step: int) -> None:
+        """The policy just published becomes the reference, every algorithm.reference_reset_every steps (R1-Zero)."""
+        every = self.cfg.algorithm.reference_reset_every
+        if every and step % every == 0:
+            self.reference.load(self.published.buckets)
+            self.reference_reset_at = step
+            self.progress.note(f"reference: now the policy of step {step}")
 
     def evaluate(self, step: int, samples: int) -> dict[str, Any]:
         """pass@k, maj@k, format and length on the held-out prompts, sampled at evaluation.temperature."""
@@ -264,38 +305,17 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Commit everything the rest of the run depends on. A disk that is full costs this checkpoint, not the run."""
-        waiting = [t.prompt for t in self.dispatcher.tickets.values()] + [g.prompt for g in self.queue]
-        ids = [*self.dispatcher.tickets, *(g.meta.group_id for g in self.queue)]
-        state = {
-            "done": self.done, "version": self.version, "optimizer_steps": self.optimizer_steps, "before": self.before,
-            "evaluations": self.evaluations, "tokens": self.tokens, "generating_s": self.generating_s,
-            "worst_mismatch": self.worst_mismatch, "restarts": self.generators.restarts,
-            "stream": self.stream.state(), "wandb_id": self.log.wandb_id, "config": checkpoint.as_dict(self.cfg),
-            "ledger": {"admitted": self.ledger.admitted, "trained": self.ledger.trained,
-                       "filtered": dict(self.ledger.filtered)},
-            # Admitted and not trained: given out again on resume, under the same ids.
-            "waiting": [[i, dataclasses.asdict(p)] for i, p in zip(ids, waiting, strict=True)]}
         begun = time.monotonic()
         try:
-            checkpoint.write(self.run_dir, self.done, state, lambda f: self.learner.save_state(str(f)),
-                             self.cfg.checkpoint.keep)
+            checkpoint.write(self.run_dir, self.done, resume.state(self), self.save_tensors, self.cfg.checkpoint.keep)
         except OSError as error:
             self.progress.note(f"no checkpoint of step {self.done}: {error}. Free some space; older ones are intact.")
         self.timing["save"] = time.monotonic() - begun
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of save_checkpoint, but for what the learner holds."""
-        for name in ("done", "version", "optimizer_steps", "before", "evaluations", "tokens", "generating_s",
-                     "worst_mismatch"):
-            setattr(self, name, state[name])
-        self.stream.restore(state["stream"])
-        waiting = [(int(i), Prompt(**p)) for i, p in state["waiting"]]
-        books = state["ledger"]
-        self.ledger = Ledger(books["admitted"], books["trained"], Counter(books["filtered"]),
-                             in_flight={i for i, _ in waiting})
-        self.ledger.check()
-        self.readmitted = sorted(waiting, key=lambda pair: pair[0])
-        print(f"volley: going on after step {self.done}", flush=True)
+    def save_tensors(self, folder: Path) -> None:
+        self.learner.save_state(str(folder))
+        if self.reference and self.reference_reset_at:
+            self.reference.save(str(folder / resume.REFERENCE))
 
     # ---- checks and books -------------------------------------------------------------------------------------
 
@@ -318,7 +338,8 @@ class Trainer:
                            f"{worst:.3g}), more than generator.mismatch_bound={self.cfg.generator.mismatch_bound:g}. "
                            "Check that both run the same dtype and that rollout.temperature applies to both.")
 
-    def account(self, groups: list[Group], batch: Assembled) -> None:
+    def account(self, step: int, groups: list[Group], scores: Scores, batch: Assembled) -> None:
+        """Close the books of a step, and remember what its prompts did."""
         trained = []
         for group, kept, reason in zip(groups, batch.kept, batch.reasons, strict=True):
             if kept:
@@ -327,6 +348,14 @@ class Trainer:
                 self.ledger.drop(group.meta.group_id, reason)
         self.ledger.train(trained)
         self.ledger.check()
+        sizes = [len(g.meta.lengths) for g in groups]
+        graded = np.split(scores.accuracy[:], np.cumsum(sizes)[:-1])
+        known = [g[~np.isnan(g)] for g in graded]
+        moved = self.sampler.update(step, [g.prompt for g in groups], [int((g >= 1).sum()) for g in known],
+                                    [len(g) for g in known], [batch.regimes[g.meta.group_id] for g in groups])
+        if moved:
+            curriculum = self.sampler.curriculum
+            self.progress.note(f"curriculum: level {curriculum.levels[curriculum.position]} from step {step + 1} on")
 
     def record(self, step: int, groups: list[Group], scores: Scores, batch: Assembled, result: dict[str, Any] | None,
                synced: dict[str, float]) -> None:
@@ -335,6 +364,8 @@ class Trainer:
         self.generating_s += self.timing["gen"]
         values = step_metrics(groups, scores, batch, result, synced, self.timing, self.version, self.ledger.counts(),
                               self.generators.restarts)
+        if curriculum := self.sampler.curriculum:
+            values["data/curriculum_level"] = float(curriculum.levels[curriculum.position])
         values["perf/tokens_per_s"] = tokens / self.timing["step"]
         values["perf/gen_tokens_per_s"] = tokens / max(self.timing["gen"], 1e-9)
         self.progress.update(step, self.log.log(step, values))
@@ -376,27 +407,7 @@ class Trainer:
         begun = time.monotonic()
         self.progress.phase(name)
         yield
-        self.timing[name] = time.monotonic() - begun
-
-
-def find_checkpoint(cfg: Config, run_dir: Path) -> Path | None:
-    """The folder to resume from, verified, with compatible settings; None to start anew. CheckpointError otherwise."""
-    if cfg.resume == "never":
-        return None
-    given = Path(cfg.resume)
-    if cfg.resume != "auto" and (given / checkpoint.MANIFEST).is_file():
-        checkpoint.verify(given)
-        found: Path | None = given
-    else:
-        found = checkpoint.newest(run_dir if cfg.resume == "auto" else given,
-                                  lambda text: print(f"volley: {text}", file=sys.stderr, flush=True))
-    if found is None and (cfg.resume != "auto" or checkpoint.committed(run_dir)):
-        where = run_dir if cfg.resume == "auto" else given
-        raise checkpoint.CheckpointError(f"resume={cfg.resume}: no usable checkpoint in {where}. Give another "
-                                         "run_dir to start anew.")
-    if found:
-        checkpoint.check_config(cfg, json.loads((found / "trainer.json").read_text())["config"], found)
-    return found
+        self.timing[name] = self.timing.get(name, 0.0) + time.monotonic() - begun
 
 
 def split(values: np.ndarray, groups: list[Group]) -> list[list[float]]:

@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from actors.records import Bucket, Probe, checksum
+from actors.records import Bucket, Probe, checksum, ragged
 from learner import advantages
-from learner.assemble import needs_logprobs
+from learner.assemble import in_learner, needs_logprobs
 
 if TYPE_CHECKING:
     from learner.samples import MicroBatch, Sample
@@ -42,6 +42,7 @@ class UpdateJob:
     learning_rates: tuple[float, ...]
     temperature: float
     policy: bool = True  # False: only the critic learns (value pre-training)
+    exact: Any = None  # Reference.distributions of the first completion of the plan, or a reference to them
 
 
 class LearnerRank:
@@ -107,10 +108,12 @@ class LearnerRank:
         samples = self._load(job)
         stats: Stats = {}
         a = self.cfg.algorithm
+        if job.exact is not None:
+            self._exact_kl(job, stats)
         if needs_logprobs(a) or len(job.micro_batches) > 1:
             # Later optimizer steps need the log-probs of the policy this batch began with; some advantages too.
             self._old_logprobs(samples, job, stats)
-        if needs_logprobs(a):
+        if in_learner(a):
             self._late_advantages(samples, job, stats)
         steps = []
         for u, learning_rate in enumerate(job.learning_rates):
@@ -128,6 +131,7 @@ class LearnerRank:
         samples = self._load(job)
         if needs_logprobs(self.cfg.algorithm):
             self._old_logprobs(samples, job, {})
+        if in_learner(self.cfg.algorithm):
             self._late_advantages(samples, job, {})
         self._accumulate(samples, job, 0, {})
         grads = {}
@@ -173,13 +177,31 @@ class LearnerRank:
                     if self.critic:
                         self.critic.evaluate(batch)
 
+    def _exact_kl(self, job: UpdateJob, stats: Stats) -> None:
+        """KL(policy || reference) over the whole vocabulary at each place of one completion: what the estimators of
+        learner/kl.py estimate. Every rank computes it, since a forward pass may be a collective; rank 0 tells it."""
+        import torch
+
+        from learner.kl import exact_kl
+
+        place = job.plan.slice(0, 1).to_pylist()[0]
+        table, reference = ray.get([job.tables[place["table"]], job.exact], timeout=self.cfg.learner.timeout_s)
+        prompt, completion = (ragged(table.column(c))[place["row"]] for c in ("prompt_ids", "completion_ids"))
+        ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None].to(self.device)
+        columns = torch.arange(len(prompt), len(prompt) + len(reference), device=self.device)
+        with torch.no_grad():
+            found, _ = self.engine(ids, torch.zeros_like(columns), columns, job.temperature, full=True)
+            values = exact_kl(found.double(), torch.from_numpy(reference).to(self.device).double()).tolist()
+        if self.rank == 0:
+            merge(stats, {"kl_exact": (sum(values), float(len(values)), min(values), max(values))})
+
     def _late_advantages(self, samples: list[Sample], job: UpdateJob, stats: Stats) -> None:
-        """Advantages that need log-probs or values: from those of the whole batch, alike on every rank."""
+        """Advantages that need log-probs or values, or differ by token: from the whole batch, alike on every rank."""
         import torch
 
         a = self.cfg.algorithm
-        mine = [(s.index, s.old - s.reference if s.reference is not None else np.zeros_like(s.old), s.values)
-                for s in samples]
+        mine = [(s.index, s.old - s.reference if s.old is not None and s.reference is not None
+                 else np.zeros_like(s.behaviour), s.values) for s in samples]
         everyone = [mine]
         if self.world > 1:
             everyone = [None] * self.world
@@ -188,9 +210,10 @@ class LearnerRank:
         kl = [row[1].astype(np.float64) for row in ordered]
         values = [row[2].astype(np.float64) for row in ordered] if self.critic else None
         column = {n: job.plan.column(n).to_numpy(zero_copy_only=False) for n in ("reward", "group_id", "valid")}
+        step = {n: [x or [] for x in job.plan.column(n).to_pylist()] for n in ("step_rewards", "step_ends")}
         found = advantages.compute(
             a, column["reward"], column["group_id"], column["valid"], lengths=np.array([len(k) for k in kl]), kl=kl,
-            values=values, log_ratios=np.array([k.sum() for k in kl]))
+            values=values, log_ratios=np.array([k.sum() for k in kl]), **step)
         for s in samples:
             s.advantage = found[s.index] if isinstance(found, list) else float(found[s.index])
         if self.critic:

@@ -10,20 +10,22 @@ import pyarrow as pa
 from actors.records import SCORED as REWARD
 from reward_service.pool import RewardPool, RewardPoolError
 from reward_service.rules import RewardItem, RewardResult
+from reward_service.steps import STEP_RULES, token_steps
 
 __all__ = ["REWARD", "RewardItem", "RewardPool", "RewardPoolError", "RewardResult", "RewardService"]
 
 class RewardService:
     """Scores batches of rollouts; decodes sampled ids itself and never re-tokenises.
 
-    `reward_cfg`: mapping with rules, combine, timeout_s, options (see conf/reward). `tokenizer_path`: local directory.
-    `workers`: the most scoring processes; 0 or less takes reward_cfg["workers"].
+    `reward_cfg`: mapping with rules, combine, timeout_s, steps, options (see conf/reward). `tokenizer_path`: local
+    directory. `workers`: the most scoring processes; 0 or less takes reward_cfg["workers"].
     """
 
     def __init__(self, reward_cfg: Mapping[str, Any], tokenizer_path: str, workers: int = 0):
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
+        self.steps = STEP_RULES.get(reward_cfg.get("steps") or "")
         self.max_tokens = int((reward_cfg.get("options") or {}).get("max_tokens", 0))
         self.pool = RewardPool(reward_cfg, workers if workers > 0 else int(reward_cfg.get("workers", 1)))
 
@@ -40,6 +42,8 @@ class RewardService:
                                             clean_up_tokenization_spaces=False)
         results = self.pool.score([self._item(by_id[row["prompt_id"]], row, text)
                                    for row, text in zip(rows, texts, strict=True)])
+        steps = [self._steps(by_id[row["prompt_id"]], row, text, result)
+                 for row, text, result in zip(rows, texts, results, strict=True)]
         return pa.RecordBatch.from_pydict({
             "group_id": rollouts.column("group_id"),
             "sample_index": rollouts.column("sample_index"),
@@ -50,6 +54,7 @@ class RewardService:
             "status": [result.status for result in results],
             **{name: [getattr(result, name).encode("utf-8", "replace").decode() for result in results]
                for name in ("extracted", "reason")},  # lone surrogates are not valid in Arrow
+            "step_rewards": [rewards for rewards, _ in steps], "step_ends": [ends for _, ends in steps],
         }, schema=REWARD)
 
     def _item(self, prompt: Mapping[str, Any], row: Mapping[str, Any], text: str) -> RewardItem:
@@ -65,6 +70,18 @@ class RewardService:
             truncated=row["finish_reason"] == "length",
             extra=dict(prompt.get("extra") or {}),
         )
+
+    def _steps(self, prompt: Mapping[str, Any], row: Mapping[str, Any], text: str,
+               result: RewardResult) -> tuple[list[float] | None, list[int] | None]:
+        """(rewards, token indices) of the answer's steps; (None, None) where none are asked for or it is not ok."""
+        if self.steps is None or result.status != "ok" or not row["completion_ids"]:
+            return None, None
+        prefill = prompt.get("prefill", "")
+
+        def decode(ids: Sequence[int]) -> str:
+            return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+        return token_steps(self.steps(prefill + text), len(prefill), row["completion_ids"], result.total, decode)
 
     def stats(self) -> dict[str, Any]:
         """Counts by status, worker deaths and kills, with one example (as text) of each status other than ok."""

@@ -48,7 +48,7 @@ def test_yaml_and_registry_name_the_same_parts(name):
 
 def test_figures_of_the_papers_are_in_the_yaml_files():
     dapo, gspo, dr, ppo, cispo = (load(n) for n in ("dapo", "gspo", "dr_grpo", "ppo", "cispo"))
-    assert (dapo.eps_low, dapo.eps_high, dapo.beta, dapo.filter) == (0.2, 0.28, 0.0, "skip_dead")
+    assert (dapo.eps_low, dapo.eps_high, dapo.beta, dapo.filter) == (0.2, 0.28, 0.0, "resample")
     assert (gspo.eps_low, gspo.eps_high) == (3e-4, 4e-4)
     assert dr.loss_constant == 64.0 and not dr.std_normalise  # rollout.max_tokens
     assert ppo.critic and load("grpo").beta == 0.04 and cispo.eps_low == 1.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from actors.records import PLAN, GroupMeta
-from learner.assemble import Assembled, Scores, assemble
+from learner.assemble import Assembled, Scores, alive, assemble, in_learner, needs_logprobs
 from learner.config import Config
 
 NAN = math.nan
@@ -30,7 +30,8 @@ def scores(rewards: list[float], statuses: list[str] | None = None) -> Scores:
     statuses = statuses or ["ok"] * len(rewards)
     values = np.array(rewards)
     return Scores(values, values.copy(), values.copy(), np.array([s == "ok" for s in statuses]), statuses,
-                  [""] * len(rewards), [{}] * len(rewards), [""] * len(rewards))
+                  [""] * len(rewards), [{}] * len(rewards), [""] * len(rewards), [None] * len(rewards),
+                  [None] * len(rewards))
 
 
 def columns(found: Assembled) -> dict[str, np.ndarray]:
@@ -135,3 +136,50 @@ def test_splitting_over_ranks_changes_no_advantage_and_no_weight() -> None:
     two = columns(found)
     assert (one["advantage"] == two["advantage"]).all() and (one["weight"] == two["weight"]).all()
     assert set(two["rank"].tolist()) == {0, 1} and found.micro_batches[0] > 1
+
+
+def test_down_weight_counts_a_dead_group_a_tenth_in_sum_and_denominator() -> None:
+    metas, values = [meta(1, [2, 2]), meta(2, [4, 1])], scores([1, 1, 1, 0])
+    found = assemble(config(filter="down_weight", options={"dead_weight": 0.1}), metas, values)
+    assert found.kept.all() and found.reasons == ["", ""]
+    # Answers count 0.1, 0.1, 1, 1: together 2.2; each is a mean over its tokens.
+    np.testing.assert_allclose(columns(found)["weight"], [0.1 / 2.2 / 2, 0.1 / 2.2 / 2, 1 / 2.2 / 4, 1 / 2.2])
+    tokens = assemble(config(filter="down_weight", normaliser="token_mean"), metas, values)
+    np.testing.assert_allclose(columns(tokens)["weight"], np.array([0.1, 0.1, 1, 1]) / (0.1 * 4 + 5))
+
+
+def test_overlong_penalty_enters_the_rewards_before_the_baseline() -> None:
+    """Budget 64, share 0.25: 16 tokens over which the penalty grows; 56 tokens lose 0.5, 64 lose 1."""
+    cfg = config(std_normalise=False, options={"overlong_share": 0.25})
+    cfg.rollout.max_tokens = 64
+    found = assemble(cfg, [meta(0, [48, 56, 64, 10])], scores([1, 1, 0, NAN], ["ok", "ok", "ok", "error"]))
+    assert found.penalty.tolist() == [0, -0.5, -1, 0]
+    assert columns(found)["reward"].tolist() == [1, 0.5, -1, 0]
+    np.testing.assert_allclose(found.advantages, np.array([1, 0.5, -1, 1 / 6]) - 1 / 6, atol=1e-12)
+
+
+def test_alive_counts_groups_to_learn_from_after_shaping() -> None:
+    metas = [meta(7, [2, 2]), meta(3, [4, 1]), meta(5, [64, 10])]
+    values = scores([1, 1, 1, 0, 1, 1])
+    assert alive(config(), metas, values) == 1
+    cfg = config(options={"overlong_share": 0.25})  # two right answers, one of them too long
+    cfg.rollout.max_tokens = 64
+    assert alive(cfg, metas, values) == 2
+
+
+def test_filters_keep_the_order_of_the_groups_given() -> None:
+    metas = [meta(9, [2, 2]), meta(2, [4, 1])]  # ids fall
+    found = assemble(config(filter="skip_dead"), metas, scores([1, 1, 1, 0]))
+    assert found.kept.tolist() == [False, True] and found.reasons == ["dead", ""]
+
+
+def test_process_supervision_leaves_advantages_to_the_learner_and_sends_the_steps() -> None:
+    cfg = config(advantage="process")
+    assert in_learner(cfg.algorithm) and not needs_logprobs(cfg.algorithm)
+    values = scores([1, 0])
+    values.step_rewards[:], values.step_ends[:] = [[1.0, 0.0], [0.0]], [[1, 3], [2]]
+    plan = assemble(cfg, [meta(0, [4, 3])], values).plan
+    assert plan.column("step_rewards").to_pylist() == [[1.0, 0.0], [0.0]]
+    assert plan.column("step_ends").to_pylist() == [[1, 3], [2]]
+    assert np.isnan(plan.column("advantage").to_numpy()).all()
+    assert assemble(config(), [meta(0, [4, 3])], values).plan.column("step_rewards").null_count == 2

@@ -28,9 +28,9 @@ def values() -> dict[str, float | Stat]:
         format=np.array([1.0, NAN, 1.0, NAN]), valid=np.array([True, True, True, False]),
         statuses=["ok", "ok", "ok", "timeout"], extracted=["1", "2", "3", ""],
         parts=[{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 0.0, "format": 0.5}, {"accuracy": 1.0}],
-        reasons=["", "", "", "slow"])
+        reasons=["", "", "", "slow"], step_rewards=[None] * 4, step_ends=[None] * 4)
     batch = Assembled(None, (1,), np.array([1.0, -1.0, 0.0, 0.0]), np.array([True, True]), ["", ""],
-                      {0: "learnable", 1: "undetermined"})
+                      {0: "learnable", 1: "undetermined"}, np.zeros(4))
     result = {"stats": {"loss": (0.6, 1.0, 0.2, 0.4), "entropy": (8.0, 4.0, 1.0, 3.0),
                         "mismatch": (4e-6, 4.0, 0.0, 2e-6)},
               "steps": [{"grad_norm": 1.0, "skipped": 0.0, "learning_rate": 1e-3},

@@ -29,7 +29,8 @@ GOOD_SCORED: dict[str, list[Any]] = {
     "group_id": [7, 7, 7, 7], "sample_index": [0, 1, 2, 3], "reward": [1.2, None, None, None],
     "parts": [[("accuracy", 1.0)], [], None, []], "accuracy": [1.0, None, None, None],
     "format": [1.0, None, None, None], "status": ["ok", "error", "timeout", "ungradable"],
-    "extracted": ["12", "", None, ""], "reason": ["", "boom", "10 s", "no gold"]}  # fmt: skip
+    "extracted": ["12", "", None, ""], "reason": ["", "boom", "10 s", "no gold"],
+    "step_rewards": [[1.0, 0.5], None, None, None], "step_ends": [[3, 7], None, None, None]}  # fmt: skip
 
 
 def rollout(**changes: list[Any]) -> pa.RecordBatch:
@@ -68,6 +69,8 @@ def test_bad_rollouts_are_refused(changes: dict[str, list[Any]], words: str) -> 
     ({"reward": [math.inf, None, None, None]}, "row 0: status 'ok' with reward inf"),
     ({"reward": [1.0, 0.0, None, None]}, "row 1: status 'error' with reward 0.0"),  # a silent zero
     ({"reward": [1.0, None, 0.0, None]}, "row 2: status 'timeout' with reward 0.0"),
+    ({"step_ends": [[3], None, None, None]}, "row 0: step rewards [1.0, 0.5] with ends [3]"),
+    ({"step_rewards": [[1.0, math.nan], None, None, None]}, "row 0: step rewards [1.0, nan] with ends [3, 7]"),
 ])  # fmt: skip
 def test_bad_scores_are_refused(changes: dict[str, list[Any]], words: str) -> None:
     with pytest.raises(RecordError) as caught:

@@ -75,11 +75,10 @@ def test_dynamic_sampling_by_hand():
     assert r.groups_to_draw(wanted=8, alive=3, finished=14, in_flight=4, limit=24) == 6  # those in flight count
     assert r.groups_to_draw(wanted=8, alive=3, finished=24, in_flight=0, limit=24) == 0  # spent: train on three
     assert r.groups_to_draw(wanted=8, alive=9, finished=12, in_flight=0, limit=24) == 0
-    assert r.split_surplus([7, 2, 9, 4], 3) == ([2, 4, 7], [9])
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.5, 1.0])
-def test_dynamic_sampling_ends_within_its_limit_and_drops_nothing_alive(rate):
+def test_dynamic_sampling_ends_within_its_limit(rate):
     rng, wanted, limit = np.random.default_rng(3), 16, 80
     alive, finished = [], 0
     for _ in range(limit + 1):
@@ -91,8 +90,6 @@ def test_dynamic_sampling_ends_within_its_limit_and_drops_nothing_alive(rate):
     else:
         pytest.fail("did not end")
     assert finished <= limit and (len(alive) >= wanted or finished == limit)
-    now, later = r.split_surplus(alive, wanted)
-    assert sorted(now + later) == alive and len(now) == min(wanted, len(alive))
 
 
 def test_sampling_prefers_a_pass_rate_near_one_half():
@@ -116,8 +113,9 @@ def test_prompt_history_by_hand_and_through_a_checkpoint():
     assert history.pass_rate("a") == pytest.approx((4 + 1) / (6 + 8 + 2))
     history.update("a", right=8, graded=8, regime="saturated", step=4)
     assert history.pass_rate("a") == pytest.approx((2 + 8 + 1) / (7 + 8 + 2))
-    weights = history.weights(["new", "a", "b"], floor=0.0)
-    assert weights[0] == 1.0 and weights.argmin() == 2
+    assert history.acceptance("new", floor=0.0) == 1.0
+    assert history.acceptance("b") == pytest.approx(0.1 + 0.9 * 4 * 0.9 * 0.1)
+    assert history.acceptance("b", floor=0.0) < history.acceptance("a", floor=0.0) < 1.0
     copy = r.PromptHistory.from_state(json.loads(json.dumps(history.state_dict())))
     assert copy == history
     copy.update("a", right=0, graded=1, regime="scattered", step=4)
@@ -131,16 +129,13 @@ def test_curriculum_moves_up_only_on_a_full_window_of_its_own_level():
     assert not curriculum.update([1, 1, 1, 2], [1.0, 1.0, 1.0, 0.0])  # three of four
     assert curriculum.update([1], [0.0])  # mean 0.75
     assert curriculum.levels[curriculum.position] == 2 and curriculum.recent == []
-    levels = [1, 1, 2, 3]
-    np.testing.assert_allclose(curriculum.weights(levels), [0.1, 0.1, 0.8, 0.0], atol=1e-12)
+    assert [curriculum.acceptance(level) for level in (1, 2, 3, 7)] == [0.2, 1.0, 0.0, 0.0]
     copy = r.Curriculum([1, 2, 3], up=0.75, window=4, replay=0.2)
     copy.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
     assert copy == curriculum
     assert curriculum.update([2] * 4, [1.0] * 4)
     assert not curriculum.update([3] * 4, [1.0] * 4)  # the last level stays
-    with pytest.raises(ValueError, match="no prompt has difficulty level 3"):
-        curriculum.weights([1, 2])
 
 
 def test_curriculum_starts_on_its_first_level_alone():
-    np.testing.assert_allclose(r.Curriculum([1, 2]).weights([2, 1, 1]), [0, 0.5, 0.5])
+    assert [r.Curriculum([1, 2]).acceptance(level) for level in (2, 1)] == [0.0, 1.0]
