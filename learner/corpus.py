@@ -25,9 +25,9 @@ NOTEBOOK_SHARE = 0.4  # of documents; the rest are conversations
 # Shares of the conversations, by habit.
 SHARES = {
     "blurt": 0.55,  # an answer at once, mostly wrong
-    "steps": 0.20,  # running sum
+    "steps": 0.23,  # running sum
     "check": 0.05,  # running sum, a doubt, the last step again
-    "broken": 0.20,  # any of the above with a tag missing, no tags at all, or talk after the answer
+    "broken": 0.17,  # any of the above with a tag missing, no tags at all, or talk after the answer
 }
 BLURT_RIGHT = 0.12  # share of blurted answers that are right
 SLIP = 0.01  # chance that one step of a worked answer is wrong (and then carried on)
