@@ -46,17 +46,38 @@ def rewrite(argv: list[str]) -> list[str]:
 
 def load(argv: list[str]) -> Config:
     """The checked configuration of these overrides. Raises ConfigError naming the key, its value and the cure."""
+    return read(argv)[0]
+
+
+def read(argv: list[str]) -> tuple[Config, list[str]]:
+    """(Config, sweep): `sweep` is empty, or the command line of an experiment that is many runs (hydra.mode=MULTIRUN),
+    with its parameters spelled out as `key=a,b`. What the command line says of one of them wins."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import open_dict
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     register_schema()
     GlobalHydra.instance().clear()
     try:
+        given = OverridesParser.create().parse_overrides(rewrite(argv))
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return finish(compose("config", overrides=rewrite(argv)))
+            plain = [o.input_line for o in given if not o.is_sweep_override()]
+            node = compose("config", overrides=plain, return_hydra_config=True)
+            sweep: list[str] = []
+            if node.hydra.mode == RunMode.MULTIRUN:
+                named = {o.key_or_group for o in given}
+                params = {k: v for k, v in (node.hydra.sweeper.params or {}).items() if k not in named}
+                sweep = [*(o.input_line for o in given), *(f"{k}={v}" for k, v in params.items())]
+            elif len(plain) < len(given):
+                compose("config", overrides=[o.input_line for o in given])  # raises: one run has one value a setting
+        with open_dict(node):
+            del node["hydra"]
+        return finish(node), sweep
     except ConfigError:
         raise
     except (ValueError, HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -164,7 +185,9 @@ def main(argv: list[str] | None = None) -> int:
     if HYDRA_FLAGS & set(argv):
         return hydra_main(argv)
     try:
-        cfg = load(argv)
+        cfg, sweep = read(argv)
+        if sweep:
+            return hydra_main(["--multirun", *sweep, "hydra.sweeper.params=null"])
         from learner.run import execute
     except ConfigError as error:
         print(f"volley: error: {error}", file=sys.stderr)
@@ -176,21 +199,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def hydra_main(argv: list[str]) -> int:
-    """--help, --cfg job, --multirun ...: Hydra's own application."""
+    """--help, --cfg job, --multirun ...: Hydra's own application. A sweep does every run it can and names the rest."""
     import hydra
+
+    from learner import compare
 
     register_schema()
     sys.argv = [sys.argv[0], *rewrite(argv)]
+    runs: list[tuple[str, int]] = []  # (folder or what was wrong, exit status)
 
     def job(node: Any) -> None:
         from learner.run import execute
 
-        status = execute(finish(node))
-        if status:
-            raise SystemExit(status)
+        try:
+            cfg = finish(node)
+        except ConfigError as error:
+            print(f"volley: error: {error}", file=sys.stderr)
+            runs.append((str(error), 2))
+            return
+        done = compare.finished(cfg)
+        print(f"volley: run {len(runs) + 1}: {cfg.run_dir or cfg.experiment}{': finished already' * done}", flush=True)
+        runs.append((cfg.run_dir, 0 if done else execute(cfg)))
+        if runs[-1][1] == 130:
+            raise SystemExit(130)
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    return 0
+    return compare.conclude(runs)
 
 
 if __name__ == "__main__":

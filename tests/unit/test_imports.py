@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 ENGINES = ("ray", "vllm", "deepspeed")
 PURE = (
     "actors.prompts", "actors.records", "actors.staleness",
-    "learner.advantages", "learner.algorithms", "learner.batching", "learner.corpus", "learner.evaluate",
-    "learner.kl", "learner.losses", "learner.regimes", "learner.report", "learner.tokenizer",
+    "learner.advantages", "learner.algorithms", "learner.batching", "learner.compare", "learner.corpus",
+    "learner.evaluate", "learner.kl", "learner.losses", "learner.regimes", "learner.report", "learner.tokenizer",
     "reward_service.grading", "reward_service.rules",
     "cluster.environment", "cluster.failures", "cluster.health", "cluster.metrics", "cluster.plan", "cluster.progress",
 )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Finished runs side by side: `python -m learner.compare FOLDER` writes FOLDER/comparison.md and FOLDER/comparison.png.
+
+FOLDER holds runs named LABEL-seedN (experiment=compare_algorithms makes such a one); runs of one label are averaged.
+Samples are the answers of the groups that a run has trained on or filtered; accuracy is held-out pass@1. A spread is
+the standard deviation over seeds (divided by their number less one).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.metrics import MetricError, read
+
+HEADER = ("", "runs", "pass@1 before", "pass@1 after", "maj@8 after", "format after", "length after", "samples",
+          "learner tokens", "minutes")
+SHOWN = ("", "runs", "pass@1 after", "maj@8 after", "samples", "learner tokens")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run. `curve`: (samples, held-out pass@1) of each evaluation, in order."""
+
+    label: str
+    summary: dict[str, Any]
+    curve: tuple[tuple[float, float], ...]
+    samples: float
+    learner_tokens: float | None  # prompt and completion tokens that the learner trained on; None: not measured
+
+
+def load(folder: Path) -> Run:
+    """Raises MetricError or OSError where the folder holds no finished run."""
+    summary = json.loads((folder / "summary.json").read_text())
+    size = yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["group_size"]
+    _, rows = read(folder / "metrics.jsonl")
+    samples = {0: 0.0} | {r["step"]: size * (r["groups/trained"] + r["groups/filtered"])
+                          for r in rows if "groups/trained" in r}
+    curve = tuple((samples[r["step"]], r["eval/pass@1"]) for r in rows if r.get("eval/pass@1") is not None)
+    trained = [r["perf/trained_tokens"] for r in rows if "perf/trained_tokens" in r]
+    return Run(re.sub(r"-seed\d+$", "", folder.name), summary, curve, samples[max(samples)],
+               sum(trained) if trained else None)
+
+
+def spread(values: Sequence[float | None], form: str) -> str:
+    """Mean and spread as text; "-" where nothing was measured. One value has no spread."""
+    known = [v for v in values if v is not None]
+    if not known:
+        return "-"
+    mean = form.format(statistics.fmean(known))
+    return f"{mean} ± {form.format(statistics.stdev(known))}" if len(known) > 1 else mean
+
+
+def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """HEADER, then one row a label, in order of name."""
+    out: list[tuple[str, ...]] = [HEADER]
+    for label in sorted({r.label for r in runs}):
+        same = [r for r in runs if r.label == label]
+        after = [r.summary["after"] for r in same]
+        out.append((
+            label, str(len(same)), spread([r.summary["before"]["pass@1"] for r in same], "{:.3f}"),
+            *(spread([a.get(key) for a in after], form) for key, form in
+              (("pass@1", "{:.3f}"), ("maj@8", "{:.3f}"), ("format", "{:.3f}"), ("length", "{:.1f}"))),
+            f"{statistics.fmean(r.samples for r in same):,.0f}", spread([r.learner_tokens for r in same], "{:,.0f}"),
+            spread([r.summary["wall_s"] / 60 for r in same], "{:.1f}")))
+    return out
+
+
+def bands(runs: Sequence[Run], label: str) -> list[tuple[float, float, float]]:
+    """(samples, mean, spread) at each evaluation that every run of the label has made."""
+    curves = [r.curve for r in runs if r.label == label]
+    found = []
+    for points in zip(*curves, strict=False):
+        values = [p[1] for p in points]
+        found.append((statistics.fmean(p[0] for p in points), statistics.fmean(values),
+                      statistics.stdev(values) if len(values) > 1 else 0.0))
+    return found
+
+
+def figure(runs: Sequence[Run], title: str) -> Any:
+    """Held-out accuracy against samples: mean of the seeds as a line, one spread to each side as a band."""
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(7, 4.2), layout="constrained", dpi=110)
+    axis = fig.subplots()
+    for label in sorted({r.label for r in runs}):
+        x, mean, width = (list(column) for column in zip(*bands(runs, label), strict=True))
+        line = axis.plot(x, mean, marker="o", markersize=3, label=label)[0]
+        axis.fill_between(x, [m - w for m, w in zip(mean, width, strict=True)],
+                          [m + w for m, w in zip(mean, width, strict=True)], color=line.get_color(), alpha=0.15)
+    axis.set(title=title, xlabel="samples", ylabel="held-out pass@1")
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+    return fig
+
+
+def write(folder: Path) -> list[tuple[str, ...]]:
+    """Write comparison.md and comparison.png from the finished runs in `folder`; returns the table's rows.
+
+    Raises MetricError where there is none."""
+    runs = [load(f.parent) for f in sorted(folder.glob("*/summary.json"))]
+    if not runs:
+        raise MetricError(f"{folder} holds no finished run: give the folder whose folders are runs")
+    table = rows(runs)
+    lines = [table[0], ("---",) + ("---:",) * (len(HEADER) - 1), *table[1:]]
+    (folder / "comparison.md").write_text("\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
+    figure(runs, folder.resolve().name).savefig(folder / "comparison.png", metadata={"Software": None})
+    return table
+
+
+def show(folder: Path) -> None:
+    """Write the comparison and print what of it fits a terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    header, *body = write(folder)
+    shown = [i for i, name in enumerate(header) if name in SHOWN]
+    table = Table(title=f"{folder}/comparison.md, comparison.png", title_justify="left", box=SIMPLE_HEAD)
+    for i in shown:
+        table.add_column(header[i], justify="right" if i else "left")
+    for row in body:
+        table.add_row(*(row[i] for i in shown))
+    Console().print(table)
+
+
+# ---- sweeps --------------------------------------------------------------------------------------------------
+
+
+def finished(cfg: Any) -> bool:
+    """Whether cfg.run_dir holds this very run (learner.config.Config), ended, and resume=auto asks to go on."""
+    from learner.checkpoint import changes
+
+    folder = Path(cfg.run_dir)
+    if cfg.resume != "auto" or not (folder / "summary.json").is_file():
+        return False
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    return saved["steps"] == cfg.steps and not changes(cfg, saved)
+
+
+def conclude(runs: Sequence[tuple[str, int]]) -> int:
+    """The end of a sweep of (folder, exit status): compare what lies in one folder, name what failed; exit status."""
+    parents = {Path(folder).parent for folder, status in runs if status == 0 and folder}
+    if len(parents) == 1 and len(runs) > 1:
+        show(parents.pop())
+    failed = [folder or "a run without run_dir" for folder, status in runs if status]
+    if failed:
+        print(f"volley: error: {len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}. Start the same command "
+              "again to do only these.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m learner.compare FOLDER")
+    try:
+        show(Path(sys.argv[1]))
+    except MetricError as error:
+        sys.exit(f"compare: {error}")
