@@ -59,6 +59,7 @@ class DataConfig:
     curriculum_replay: float = 0.2  # how often a prompt of a lower level is taken where it comes up
     seed: int = 0
     max_prompt_tokens: int = 512
+    steps: str = ""  # rule that grades the single steps of an answer (algorithm=grpo_process); empty: none
     question_key: str = "question"
     answer_key: str = "answer"
     options: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +99,6 @@ class AlgorithmConfig:
 class RewardConfig:
     rules: dict[str, float] = field(default_factory=dict)
     combine: str = "sum"  # sum | product
-    steps: str = ""  # rule that rewards single steps (process supervision); empty: none
     timeout_s: float = 10.0  # hard deadline of one item
     workers: int = 1
     max_failure_share: float = 0.25  # more rewards than this not ok in one step stop the run
@@ -194,6 +194,10 @@ class GuardsConfig:
 class CheckpointConfig:
     every: int = 20  # steps; 0: only at the end and on SIGTERM
     keep: int = 2  # newest that stay; 0: all
+    keep_best: int = 0  # best by `metric` that stay besides
+    metric: str = "eval/pass@1"  # as in metrics.jsonl; a checkpoint of a step that has no value is never among the best
+    mode: str = "max"  # max | min: which values of it are better
+    folder: str = ""  # of this run alone, or any address of fsspec (s3://BUCKET/RUN); empty: RUN_DIR/checkpoints
 
 
 @dataclass
@@ -224,7 +228,7 @@ class Config:
     steps: int = 64
     seed: int = 0
     run_dir: str = ""
-    resume: str = "never"  # never | auto (go on if run_dir holds a checkpoint) | folder of a run or of a checkpoint
+    resume: str = "never"  # never | auto (go on where checkpoints are) | folder or address of a run or a checkpoint
     preflight: bool = False  # check everything a run needs, print a table, start nothing
     allow_changes: bool = False  # resume although settings differ from those of the checkpoint
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -266,6 +270,7 @@ CHOICES = {
     "learner.zero_stage": (0, 1, 2, 3),
     "optimizer.decay": ("constant", "cosine"),
     "generator.weight_backend": ("object_store", "nccl"),
+    "checkpoint.mode": ("max", "min"),
     "logging.wandb": ("offline", "online", "disabled"),
     "logging.progress": ("auto", "live", "plain", "off"),
 }
@@ -292,6 +297,7 @@ RANGES = (
     ("cluster.start_timeout_s", 0, False), ("guards.entropy_share", 0, True), ("guards.entropy_accuracy", 0, True),
     ("guards.length_factor", 0, True), ("guards.length_window", 1, True), ("guards.clip_ratio", 0, True),
     ("checkpoint.every", 0, True), ("checkpoint.keep", 0, True),
+    ("checkpoint.keep_best", 0, True),
     ("cluster.num_cpus", 0, True), ("logging.rollouts", -1, True),
     ("learner.cpus", 0, True), ("learner.gpus", 0, True), ("learner.threads", 0, True), ("generator.cpus", 0, True),
     ("generator.gpus", 0, True), ("generator.threads", 0, True), ("reference.cpus", 0, True),
@@ -338,8 +344,12 @@ def validate(cfg: Config) -> None:
             continue
         if value < low or (value == low and not inclusive) or not math.isfinite(value):
             raise ConfigError(key, value, f"expected {'at least' if inclusive else 'more than'} {low}")
-    if cfg.resume not in ("never", "auto") and not Path(cfg.resume).is_dir():
+    if cfg.resume not in ("never", "auto") and "://" not in cfg.resume and not Path(cfg.resume).is_dir():
         raise ConfigError("resume", cfg.resume, "expected one of never, auto, or the folder of a run or a checkpoint")
+    if cfg.checkpoint.keep_best:
+        from learner.checkpoint import check_best
+
+        check_best(cfg)
     if cfg.resume == "auto" and not cfg.run_dir:
         raise ConfigError("resume", cfg.resume, "needs run_dir, the folder of the run to go on with")
     _check_model(cfg)
@@ -409,9 +419,9 @@ def _check_algorithm(cfg: Config) -> None:
         raise ConfigError("rollout.group_size", cfg.rollout.group_size,
                           f"algorithm={a.name} uses the group's mean as its baseline and needs at least 2",
                           "Raise rollout.group_size or choose an algorithm without a group baseline.")
-    if a.advantage == "process" and not cfg.reward.steps:
-        raise ConfigError("reward.steps", "", f"algorithm={a.name} needs step rewards, and nothing gives them",
-                          "Set reward.steps=running_sum where the task is arithmetic, or use algorithm=grpo.")
+    if a.advantage == "process" and not cfg.data.steps:
+        raise ConfigError("data.steps", "", f"algorithm={a.name} needs step rewards, and data.kind={cfg.data.kind} has "
+                          "no rule for them", "Use data=arithmetic, or algorithm=grpo.")
     if (a.advantage == "gae") != a.critic:
         raise ConfigError("algorithm.critic", a.critic, f"algorithm.advantage={a.advantage} "
                           f"{'needs' if a.advantage == 'gae' else 'has no use for'} a critic")
@@ -448,8 +458,8 @@ def _check_sampling(cfg: Config) -> None:
 def _check_reward(cfg: Config) -> None:
     from reward_service.steps import STEP_RULES
 
-    if cfg.reward.steps and cfg.reward.steps not in STEP_RULES:
-        raise ConfigError("reward.steps", cfg.reward.steps, f"expected one of {', '.join(STEP_RULES)}, or nothing")
+    if cfg.data.steps and cfg.data.steps not in STEP_RULES:
+        raise ConfigError("data.steps", cfg.data.steps, f"expected one of {', '.join(STEP_RULES)}, or nothing")
     if cfg.algorithm.options.get("overlong_share") and "soft_overlong" in cfg.reward.rules:
         raise ConfigError("reward.rules.soft_overlong", cfg.reward.rules["soft_overlong"], "algorithm.options."
                           "overlong_share already takes off the same penalty", "Use one of the two.")

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from cluster.security import redact
 from learner.checkpoint import MANIFEST
 from learner.config import Config
 
@@ -25,19 +26,26 @@ class RunError(RuntimeError):
     """The run cannot go on; the message is for the user and says what to do."""
 
 
-def prepare(cfg: Config) -> Path:
-    """Create the run's folder and write the resolved configuration into it; refuses one that holds a run already."""
+def locate(cfg: Config) -> Path:
+    """The run's folder, which may not exist yet; refuses one that holds a run already."""
     run_dir = Path(cfg.run_dir or f"outputs/{cfg.experiment}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if cfg.resume not in ("never", "auto"):
         given = Path(cfg.resume).absolute()
         run_dir = Path(cfg.run_dir).absolute() if cfg.run_dir else given.parent.parent if (
             given / MANIFEST).is_file() else given
-    if (run_dir / "config.yaml").exists() and cfg.resume == "never":
+    begun = any((run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints", "summary.json"))
+    if begun and cfg.resume == "never":  # a start that failed before its first step is no run
         raise RunError(f"run_dir={run_dir}: holds a run already. Give another run_dir, or go on with that run: "
                        "resume=auto.")
+    return run_dir
+
+
+def prepare(cfg: Config, run_dir: Path | None = None) -> Path:
+    """Create the run's folder and write the resolved configuration into it, but for secrets."""
+    run_dir = run_dir or locate(cfg)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False))
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(dataclasses.asdict(cfg)), sort_keys=False))
     except OSError as error:
         raise RunError(f"run_dir={run_dir}: cannot be written: {error}") from error
     return run_dir
@@ -50,7 +58,16 @@ def execute(cfg: Config) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
     try:
-        run_dir = prepare(cfg)
+        run_dir = locate(cfg)
+        if not cfg.preflight:
+            print(f"volley: {cfg.experiment} -> {run_dir}", flush=True)
+        from learner import preflight  # a second or two, hence after the first line
+
+        if cfg.preflight:
+            return preflight.report(cfg, run_dir)
+        for note in preflight.quick(cfg, run_dir):
+            print(f"volley: note: {note}", flush=True)
+        prepare(cfg, run_dir)
         _run(cfg, run_dir, started, stopping)
         return 0
     except KeyboardInterrupt:
@@ -76,7 +93,6 @@ def _run(cfg: Config, run_dir: Path, started: float, stopping: threading.Event) 
         from learner import algorithms
 
         algorithms.check(cfg.algorithm)  # slow to import, hence not among the checks of the settings
-    print(f"volley: {cfg.experiment} -> {run_dir}", flush=True)
     print(f"volley: {connect(cfg, namespace=run_dir.name)}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: _terminate(stopping))  # Ray has just put a handler of its own there
     if cfg.stage == "pretrain":

@@ -30,6 +30,7 @@ class RewardClient:
 
     def _create(self) -> Any:
         reward = dataclasses.asdict(self.cfg.reward)
+        reward["steps"] = self.cfg.data.steps if self.cfg.algorithm.advantage == "process" else ""
         reward["options"] = {"max_tokens": self.cfg.rollout.max_tokens, **reward["options"]}
         return ray.remote(RewardService).options(
             name="rewards", num_cpus=0.5, runtime_env={"env_vars": {**process_env(), "OMP_NUM_THREADS": "1"}}
@@ -131,6 +132,6 @@ class RolloutLog:
         while len(self.waiting) > self.BEHIND:
             get(self.waiting.pop(0), 120.0, "rollout-writer: write", HINT)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         get(self.waiting, 120.0, "rollout-writer: write", HINT)
         self.waiting = []
