@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from cluster import security
 from cluster.environment import process_env
 
 
@@ -15,16 +16,22 @@ def demand(cfg: Any) -> float:
     return cfg.learner.ranks * cfg.learner.cpus + generators + reference + 1.0  # 1: rewards and small services
 
 
+def target(cfg: Any) -> str:
+    """Address of the running cluster to join; "" for a local one of the run's own."""
+    address = cfg.cluster.address
+    return {"local": "", "auto": os.environ.get("RAY_ADDRESS", "")}.get(address, address)
+
+
 def connect(cfg: Any, namespace: str) -> str:
     """Join or start a cluster; returns one sentence that says which. Actors of the run live in `namespace`."""
+    address = target(cfg)
+    if not address:
+        security.secure_local_cluster()
     import ray
 
-    address = cfg.cluster.address
-    named = os.environ.get("RAY_ADDRESS", "")
     common = dict(namespace=namespace, logging_level="ERROR", log_to_driver=False)
-    if address not in ("local", "auto") or (address == "auto" and named):
-        target = named if address == "auto" else address
-        ray.init(address=target, **common)
+    if address:
+        ray.init(address=address, **common)
         return f"joined the Ray cluster at {ray.get_runtime_context().gcs_address}"
     os.environ.update(process_env())
     cpus = cfg.cluster.num_cpus or max(os.cpu_count() or 1, int(-(-demand(cfg) // 1)))

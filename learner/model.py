@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cluster.plan import ModelSize
 
-# Output heads that scale or cap logits would need the same here; refused rather than computed wrongly.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Output heads that scale or cap logits would need the same here; refused rather than computed wrongly.
 UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 

@@ -1,0 +1,104 @@
+"""What a run needs, on paper: memory of one machine, disk for checkpoints, room in the object store. Pure; in bytes.
+
+Estimates, made to tell a run that cannot fit from one that can, and to say which part is the large one. What lives on a
+GPU (learner.gpus, generator.gpus, reference.gpus above 0) is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MIB, GIB = 1 << 20, 1 << 30
+BYTES = {"float32": 4, "bfloat16": 2}
+# Resident memory of a process before it holds a model, as seen on Linux with the CPU builds (docs/architecture.md).
+ENGINE, SERVICE, WORKER = 700 * MIB, 300 * MIB, 100 * MIB
+# Values kept for backward, per token, layer and hidden unit, attention matrices not stored (arXiv 2205.05198, eq. 2: 34
+# bytes at 2 bytes a value).
+ACTIVATIONS = 17
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """`parameters` counts tied ones once; `layers`, `hidden`, `vocabulary` are 0 where the config does not say."""
+
+    parameters: int
+    layers: int = 0
+    hidden: int = 0
+    vocabulary: int = 0
+
+
+def has_reference(cfg: Any) -> bool:
+    return cfg.stage == "rl" and cfg.algorithm.beta > 0 and cfg.algorithm.kl_placement != "none"
+
+
+def memory(cfg: Any, size: ModelSize) -> dict[str, int]:
+    """Bytes of each part that must be resident at once on the one machine of a local cluster.
+
+    `cfg`: learner.config.Config. AdamW keeps two float32 moments, and a float32 master copy where weights are held in
+    less or are sharded. ZeRO 1 shards the optimizer's part over the ranks, 2 gradients too, 3 weights too; ranks share
+    the machine, so what is not sharded is there once a rank. vLLM on a CPU keeps weights twice: as loaded, and packed.
+    """
+    n, b, lr, g = size.parameters, BYTES[cfg.model.dtype], cfg.learner, cfg.generator
+    rl = cfg.stage == "rl"
+    models = 2 if cfg.algorithm.critic and rl else 1
+
+    def copies(sharded_from: int) -> int:
+        return models * (1 if lr.zero_stage >= sharded_from else lr.ranks)
+
+    parts: dict[str, int] = {}
+    if not lr.gpus:
+        master = 4 if b < 4 or lr.zero_stage else 0
+        parts |= {"learner weights": n * b * copies(3), "gradients": n * b * copies(2),
+                  "optimizer state": n * (8 + master) * copies(1)}
+    if has_reference(cfg) and not cfg.reference.gpus:
+        parts["reference"] = n * b * cfg.reference.count
+    if rl and not g.gpus:
+        parts["generator weights"] = 2 * n * b * g.count
+        parts["generator cache"] = max(1, round(g.kv_cache_gib)) * GIB * g.count  # whole GiB (cluster/environment.py)
+    parts["object store"] = cfg.cluster.object_store_mib * MIB
+    engines = lr.ranks + (g.count if rl else 0) + (cfg.reference.count if has_reference(cfg) else 0)
+    parts["processes"] = engines * ENGINE + 2 * SERVICE + (cfg.reward.workers * WORKER if rl else 0)
+    return parts
+
+
+def passing(cfg: Any, size: ModelSize) -> dict[str, int]:
+    """Bytes that come and go in a training step: activations of a micro-batch, and logits of a chunk with gradient."""
+    lr, b = cfg.learner, BYTES[cfg.model.dtype]
+    if lr.gpus:
+        return {}
+    kept = size.layers + ACTIVATIONS if lr.gradient_checkpointing else size.layers * ACTIVATIONS
+    return {"activations": lr.micro_batch_tokens * size.hidden * kept * b * lr.ranks,
+            "logits": 3 * 4 * min(lr.logprob_chunk_tokens, lr.micro_batch_tokens) * size.vocabulary * lr.ranks}
+
+
+def published(cfg: Any, size: ModelSize) -> int:
+    """Bytes one version of the weights takes in the object store."""
+    return size.parameters * BYTES[cfg.model.dtype]
+
+
+def checkpoint(cfg: Any, size: ModelSize) -> int:
+    """Bytes of one checkpoint: weights and both moments of policy (and critic) in float32; a reset reference too."""
+    whole = 3 * 4 * size.parameters * (2 if cfg.algorithm.critic else 1)
+    return whole + (published(cfg, size) if cfg.algorithm.reference_reset_every else 0)
+
+
+def disk(cfg: Any, size: ModelSize) -> int:
+    """Bytes of the run's folder at its fullest: the checkpoints kept, the one being written beside them, the model."""
+    every, keep = cfg.checkpoint.every, cfg.checkpoint.keep
+    written = 1 + (cfg.steps // every if every else 0)
+    return checkpoint(cfg, size) * (min(keep, written) if keep else written) + (
+        checkpoint(cfg, size) + published(cfg, size))
+
+
+def show(parts: Mapping[str, int]) -> str:
+    """"3.2 GiB (object store 0.5, generator cache 1.0, ...)", the largest parts first."""
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{name} {amount(value)}" for name, value in ordered if value >= MIB)
+    return f"{amount(sum(parts.values()))} ({listed})"
+
+
+def amount(size: float) -> str:
+    """3.2 GiB, or whole MiB below one GiB."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
