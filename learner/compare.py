@@ -148,8 +148,8 @@ def finished(cfg: Any) -> bool:
 def conclude(runs: Sequence[tuple[str, int]]) -> int:
     """The end of a sweep of (folder, exit status): compare what lies in one folder, name what failed; exit status."""
     parents = {Path(folder).parent for folder, status in runs if status == 0 and folder}
-    if len(parents) == 1 and len(runs) > 1:
-        show(parents.pop())
+    if len(parents) == 1 and len(runs) > 1 and any(min(parents).glob("*/summary.json")):  # none after a preflight
+        show(min(parents))
     failed = [folder or "a run without run_dir" for folder, status in runs if status]
     if failed:
         print(f"volley: error: {len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}. Start the same command "

@@ -113,7 +113,7 @@ class Fake:
         folder = run.prepare(cfg)
         self.done.append(folder.name)
         status = self.statuses.get(folder.name, 0)
-        if status == 0:
+        if status == 0 and not cfg.preflight:
             finish(folder, cfg.steps, 0.5)
         return status
 
@@ -142,6 +142,14 @@ def test_a_failed_run_is_named_loses_no_other_and_is_done_again(
     assert main.main(arguments) == 0
     assert again.done == ["grpo-seed1"]  # nothing that is finished is repeated
     assert "| grpo | 2 |" in Path("sweep/comparison.md").read_text()
+
+
+def test_a_sweep_that_only_checks_has_nothing_to_compare(
+        arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake({})
+    monkeypatch.setattr(run, "execute", fake)
+    assert main.main([*arguments, "preflight=true"]) == 0
+    assert len(fake.done) == 4 and not Path("sweep/comparison.md").exists()
 
 
 def test_other_settings_are_not_taken_for_the_finished_run(
