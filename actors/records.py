@@ -179,14 +179,31 @@ def check_rollout(batch: pa.RecordBatch) -> pa.RecordBatch:
         if (lengths != other).any():
             row = int(np.flatnonzero(lengths != other)[0])
             raise RecordError(f"rollout: row {row}: {lengths[row]} completion_ids but {other[row]} {column}")
-    values = batch.column("behaviour_logprobs").flatten().to_numpy(zero_copy_only=False)
-    bad = ~np.isfinite(values) | (values > 1e-3)
-    if bad.any():
-        raise RecordError(f"rollout: behaviour_logprobs: value {values[bad][0]} is not a log-probability")
+    _check_logprobs(batch, "behaviour_logprobs", "rollout", "The generator's weights or its engine are broken")
     unknown = set(batch.column("finish_reason").to_pylist()) - set(FINISH_REASONS)
     if unknown:
         raise RecordError(f"rollout: finish_reason {sorted(unknown)} unknown, expected one of {FINISH_REASONS}")
     return batch
+
+
+def check_reference(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A REFERENCE of finite log-probs <= 0."""
+    conform(batch, REFERENCE, "reference")
+    _check_logprobs(batch, "ref_logprobs", "reference", "The reference model is broken, or overflows in model.dtype")
+    return batch
+
+
+def _check_logprobs(batch: pa.RecordBatch, column: str, record: str, cause: str) -> None:
+    """Raise RecordError naming group, sample and token of the first value that is not finite or is above 0."""
+    values = batch.column(column).flatten().to_numpy(zero_copy_only=False)
+    bad = ~np.isfinite(values) | (values > 1e-3)
+    if bad.any():
+        at, ends = int(np.flatnonzero(bad)[0]), np.cumsum(list_lengths(batch.column(column)))
+        row = int(np.searchsorted(ends, at, side="right"))
+        raise RecordError(
+            f"{record}: group {batch.column('group_id')[row]}, sample {batch.column('sample_index')[row]}, token "
+            f"{at - (int(ends[row - 1]) if row else 0)}: {column} is {values[at]}, which is not a log-probability. "
+            f"{cause}.")
 
 
 def check_scored(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from actors.records import ragged
+from actors.records import check_reference, ragged
 
 
 @dataclass
@@ -74,10 +74,10 @@ class MicroBatch:
 
 def read_samples(plan: pa.RecordBatch, rank: int, tables: dict[int, pa.RecordBatch],
                  references: dict[int, pa.RecordBatch]) -> list[Sample]:
-    """The samples the plan gives to `rank`, in the plan's order. `references` may be empty."""
+    """The samples the plan gives to `rank`, in the plan's order. `references` may be empty. Raises RecordError."""
     names = ("prompt_ids", "completion_ids", "behaviour_logprobs", "versions")
     columns = {t: {n: ragged(b.column(n)) for n in names} for t, b in tables.items()}
-    reference = {t: ragged(b.column("ref_logprobs")) for t, b in references.items()}
+    reference = {t: ragged(check_reference(b).column("ref_logprobs")) for t, b in references.items()}
     out = []
     for index, r in enumerate(plan.to_pylist()):
         if r["rank"] != rank:

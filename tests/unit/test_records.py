@@ -10,9 +10,11 @@ import pyarrow as pa
 import pytest
 
 from actors.records import (
+    REFERENCE,
     ROLLOUT,
     SCORED,
     RecordError,
+    check_reference,
     check_rollout,
     check_scored,
     checksum,
@@ -46,12 +48,24 @@ def test_good_records_pass_unchanged() -> None:
     assert check_scored(scored()).equals(scored())
 
 
+def test_a_reference_that_is_not_finite_is_refused_by_group_and_sample() -> None:
+    values = [[-0.5, -0.1], [-1.0, -2.0]]
+    good = {"group_id": [4, 4], "sample_index": [2, 3], "ref_logprobs": values}
+    assert check_reference(pa.RecordBatch.from_pydict(good, schema=REFERENCE))
+    for bad in (math.nan, math.inf, -math.inf):
+        values[1][1] = bad
+        with pytest.raises(RecordError, match=f"group 4, sample 3, token 1: ref_logprobs is {bad}"):
+            check_reference(pa.RecordBatch.from_pydict(good, schema=REFERENCE))
+
+
 @pytest.mark.parametrize("changes, words", [
     ({"behaviour_logprobs": [[-0.5], [-1.0, -2.0, 0.0]]}, "row 0: 2 completion_ids but 1 behaviour_logprobs"),
     ({"versions": [[3, 3], [3, 4]]}, "row 1: 3 completion_ids but 2 versions"),
-    ({"behaviour_logprobs": [[-0.5, math.nan], [-1.0, -2.0, 0.0]]}, "nan is not a log-probability"),
-    ({"behaviour_logprobs": [[-0.5, -math.inf], [-1.0, -2.0, 0.0]]}, "-inf is not a log-probability"),
-    ({"behaviour_logprobs": [[-0.5, 0.7], [-1.0, -2.0, 0.0]]}, "is not a log-probability"),
+    ({"behaviour_logprobs": [[-0.5, math.nan], [-1.0, -2.0, 0.0]]}, "group 7, sample 0, token 1: behaviour_logprobs is nan"),
+    ({"behaviour_logprobs": [[-0.5, -math.inf], [-1.0, -2.0, 0.0]]}, "group 7, sample 0, token 1: behaviour_logprobs is -inf"),
+    ({"behaviour_logprobs": [[-0.5, -0.1], [math.nan, -2.0, 0.0]]}, "group 7, sample 1, token 0: "),
+    ({"behaviour_logprobs": [[-0.5, -0.1], [-1.0, -2.0, math.nan]]}, "group 7, sample 1, token 2: "),
+    ({"behaviour_logprobs": [[-0.5, 0.7], [-1.0, -2.0, 0.0]]}, "0.699999988079071, which is not a log-probability. The generator"),
     ({"finish_reason": ["stop", "abort"]}, "finish_reason ['abort'] unknown"),
     ({"completion_ids": [None, [8, 8, 8]]}, "column completion_ids, row 0: null"),
     ({"prompt_id": ["p", None]}, "column prompt_id, row 1: null"),
