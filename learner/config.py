@@ -138,6 +138,7 @@ class LearnerConfig:
     updates_per_batch: int = 1  # optimizer steps each batch of rollouts is cut into
     gradient_checkpointing: bool = False
     threads: int = 0  # torch threads of a rank; 0: its share of CPUs
+    restarts: int = 3  # of all ranks together, from the last checkpoint, within cluster.restart_window_s
     timeout_s: float = 900.0
     cpus: float = 1.0
     gpus: float = 0.0
@@ -155,7 +156,7 @@ class GeneratorConfig:
     bucket_mib: int = 64
     sync_tolerance: float = 1e-4  # largest |log-prob difference| of the probe after a sync
     mismatch_bound: float = 1e-2  # largest mean |train - generate| log-prob difference of a step
-    restarts: int = 3
+    restarts: int = 3  # of one generator within cluster.restart_window_s
     start_timeout_s: float = 300.0
     sync_timeout_s: float = 300.0
     cpus: float = 1.0
@@ -207,6 +208,10 @@ class ClusterConfig:
     dashboard: bool = True
     object_store_mib: int = 512
     start_timeout_s: float = 120.0
+    restarts: int = 3  # of any other actor within restart_window_s
+    restart_window_s: float = 3600.0
+    restart_backoff_s: float = 1.0  # before the second restart within the window; doubles with each further one
+    probe_timeout_s: float = 120.0  # a generator or reward service that answers no ping for so long is replaced
 
 
 @dataclass
@@ -285,6 +290,8 @@ RANGES = (
     ("learner.updates_per_batch", 1, True), ("learner.timeout_s", 0, False), ("generator.count", 1, True),
     ("generator.max_num_seqs", 1, True), ("generator.kv_cache_gib", 0, False), ("generator.bucket_mib", 1, True),
     ("generator.sync_tolerance", 0, False), ("generator.mismatch_bound", 0, False), ("generator.restarts", 0, True),
+    ("learner.restarts", 0, True), ("cluster.restarts", 0, True), ("cluster.restart_window_s", 0, False),
+    ("cluster.restart_backoff_s", 0, True), ("cluster.probe_timeout_s", 0, False),
     ("generator.sync_timeout_s", 0, False), ("generator.start_timeout_s", 0, False), ("reference.count", 1, True),
     ("reference.timeout_s", 0, False), ("reward.timeout_s", 0, False), ("reward.workers", 1, True),
     ("reward.max_failure_share", 0, True), ("evaluation.every", 0, True), ("evaluation.samples", 1, True),
