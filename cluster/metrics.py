@@ -140,6 +140,7 @@ METRICS: dict[str, Metric] = {
     "sync/logprob_max_abs_diff": M("nats", "largest |learner - generator| log-prob of the probe after a sync", "max"),
     "sync/bytes": M("bytes", "weights published in a sync", "sum"),
     **{f"groups/{state}": M("groups", why, "last") for state, why in GROUP_STATES.items()},
+    "guard/{name}": M("share", "1 while the warning holds (learner/guards.py), else 0", "last"),
     "generator/restarts": M("restarts", "generators started again since the run began", "last"),
     "timing_s/{phase}": M("s", "wall time of a phase: gen, reward, ref, adv, update, sync, eval, save", "sum", "verl"),
     "timing_s/step": M("s", "wall time of the whole step", "sum", "verl timing_s/step"),

@@ -20,6 +20,7 @@ import psutil
 from actors.prompts import Prompt, build_dataset
 from cluster import plan, security
 from cluster.local import target
+from learner import algorithms
 from learner.config import Config
 from learner.model import load_model, load_tokenizer, model_size
 
@@ -43,6 +44,7 @@ class Preflight:
         cfg, r = self.cfg, self.cfg.rollout
         if cfg.stage != "rl":
             return f"stage={cfg.stage}, {cfg.steps} steps"
+        algorithms.check(cfg.algorithm)
         each = cfg.samples_per_step // cfg.learner.updates_per_batch
         return (f"{r.prompts_per_step} prompts x {r.group_size} answers = {cfg.samples_per_step} samples a step; "
                 f"optimizer steps: {cfg.learner.updates_per_batch} of {each}, {each // cfg.learner.ranks} a rank")
@@ -96,7 +98,7 @@ class Preflight:
         return f"from {source}" if source else "none is there; the cluster must not ask for one"
 
     def folder(self) -> str:
-        there = next(p for p in (self.run_dir, *self.run_dir.parents) if p.is_dir())
+        there = existing(self.run_dir)
         try:
             with tempfile.TemporaryFile(dir=there):
                 pass
@@ -152,7 +154,7 @@ class Preflight:
     def rewards(self) -> str:
         if self.cfg.stage != "rl":
             return "none in this stage"
-        text, note = probe_rewards(self.cfg, self.heldout)
+        text, note = check_rewards(self.cfg, self.heldout)
         self.notes += [note] if note else []
         return text
 
@@ -242,6 +244,16 @@ def right_answer(prompt: Prompt) -> str | None:
     return prompt.gold if prompt.task in ("math", "reasoning_gym") else None
 
 
+def check_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
+    """`probe_rewards`, whose errors are notes where training reads given answers and rewards only measure."""
+    try:
+        return probe_rewards(cfg, prompts)
+    except PreflightError as error:
+        if cfg.algorithm.data not in ("dataset", "pairs"):
+            raise
+        return "only measured in evaluations", str(error)
+
+
 def probe_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
     """(what was seen, note or "") of the configured rules on right answers of a few prompts and on a wrong one.
 
@@ -293,5 +305,10 @@ def probe_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
 
 def disk_shortage(folder: Path, need: int) -> str:
     """A sentence where `folder`'s disk has less than `need` bytes free, else ""."""
-    free = shutil.disk_usage(folder).free
-    return f"{plan.amount(need)} are needed, {plan.amount(free)} are free in {folder}" if need > free else ""
+    free = shutil.disk_usage(existing(folder)).free
+    return f"about {plan.amount(need)} are needed, {plan.amount(free)} are free in {folder}" if need > free else ""
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(p for p in (folder, *folder.parents) if p.is_dir())
