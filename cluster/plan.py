@@ -86,7 +86,7 @@ def checkpoint(cfg: Any, size: ModelSize) -> int:
 
 def disk(cfg: Any, size: ModelSize) -> int:
     """Bytes of the run's folder at its fullest: the checkpoints kept, the one being written beside them, the model."""
-    every, keep = cfg.checkpoint.every, cfg.checkpoint.keep
+    every, keep = cfg.checkpoint.every, cfg.checkpoint.keep and cfg.checkpoint.keep + cfg.checkpoint.keep_best
     written = 1 + (cfg.steps // every if every else 0)
     return checkpoint(cfg, size) * (min(keep, written) if keep else written) + (
         checkpoint(cfg, size) + published(cfg, size))

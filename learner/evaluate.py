@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+PASS_KS, MAJ_K = (1, 8, 64), 8  # the pass@k and maj@k that are reported where there are so many samples
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Chance that k of n samples, drawn without replacement, hold one of the c right ones: 1 - C(n-c, k) / C(n, k).
@@ -48,8 +50,8 @@ def summarise(
     format_ok: Sequence[float | None],
     extracted: Sequence[str],
     lengths: Sequence[int],
-    ks: Sequence[int] = (1, 8, 64),
-    maj_k: int = 8,
+    ks: Sequence[int] = PASS_KS,
+    maj_k: int = MAJ_K,
 ) -> dict[str, float | int | None]:
     """One table row: {"pass@1", ..., "maj@8", "format", "length", "prompts", "samples", "ungraded"}.
 

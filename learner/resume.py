@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from actors.prompts import Prompt
 from actors.staleness import Ledger
 from learner import checkpoint
+from learner.checkpoint import CheckpointError, Store
 from learner.config import Config
 
 if TYPE_CHECKING:
@@ -19,27 +21,36 @@ if TYPE_CHECKING:
 
 # Fields of the trainer that are saved and restored as they are.
 FIELDS = ("done", "version", "optimizer_steps", "before", "evaluations", "tokens", "generating_s", "worst_mismatch",
-          "reference_reset_at")
+          "reference_reset_at", "evaluated", "warned")
 REFERENCE = "reference.safetensors"  # there only after a reference reset
 
 
-def find(cfg: Config, run_dir: Path) -> Path | None:
-    """The folder to resume from, verified, with compatible settings; None to start anew. CheckpointError otherwise."""
+def find(cfg: Config, run_dir: Path, store: Store) -> Path | None:
+    """The folder to resume from, verified, with compatible settings; None to start anew. CheckpointError otherwise.
+
+    `store`: where this run's own checkpoints go."""
+    def refused(text: str) -> None:
+        print(f"volley: {text}", file=sys.stderr, flush=True)
+
+    source, name = store, ""
+    if cfg.resume not in ("auto", "never"):
+        head, _, last = cfg.resume.rstrip("/").rpartition("/")
+        name = last if checkpoint.NAME.fullmatch(last) else ""
+        source = Store(head or "." if name else cfg.resume, run_dir)
+        if not name and not source.steps():
+            source = Store(f"{cfg.resume.rstrip('/')}/{checkpoint.FOLDER}", run_dir)
+    if store.steps() and (cfg.resume == "never" or source.root != store.root):
+        raise CheckpointError(f"resume={cfg.resume}: {store.address} holds checkpoints of another run already. Give "
+                              "another run_dir or checkpoint.folder, or go on with that run: resume=auto.")
     if cfg.resume == "never":
         return None
-    given = Path(cfg.resume)
-    if cfg.resume != "auto" and (given / checkpoint.MANIFEST).is_file():
-        checkpoint.verify(given)
-        found: Path | None = given
-    else:
-        found = checkpoint.newest(run_dir if cfg.resume == "auto" else given,
-                                  lambda text: print(f"volley: {text}", file=sys.stderr, flush=True))
-    if found is None and (cfg.resume != "auto" or checkpoint.committed(run_dir)):
-        where = run_dir if cfg.resume == "auto" else given
-        raise checkpoint.CheckpointError(f"resume={cfg.resume}: no usable checkpoint in {where}. Give another "
-                                         "run_dir to start anew.")
+    found = source.fetch(name) if name else source.newest(refused)
+    if found is None and (cfg.resume != "auto" or store.steps()):
+        raise CheckpointError(f"resume={cfg.resume}: no usable checkpoint in {source.address}. Give another run_dir to "
+                              "start anew.")
     if found:
-        checkpoint.check_config(cfg, json.loads((found / "trainer.json").read_text())["config"], found)
+        saved = json.loads((found / checkpoint.STATE).read_text())["config"]
+        checkpoint.check_config(cfg, saved, source.shown(found.name))
     return found
 
 
@@ -50,7 +61,8 @@ def state(trainer: Trainer) -> dict[str, Any]:
     books = trainer.ledger
     return {
         **{name: getattr(trainer, name) for name in FIELDS}, "sampler": trainer.sampler.state(),
-        "wandb_id": trainer.log.wandb_id, "config": checkpoint.as_dict(trainer.cfg),
+        "wandb_id": trainer.log.wandb_id, "config": trainer.settings,
+        "metrics": {name: value for name, value in trainer.measured.items() if math.isfinite(value)},
         "ledger": {"admitted": books.admitted, "trained": books.trained, "filtered": dict(books.filtered)},
         # Admitted and not trained: given out again on resume, under the same ids.
         "waiting": [[i, dataclasses.asdict(p)] for i, p in zip(ids, waiting, strict=True)]}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -16,23 +18,30 @@ import psutil
 import yaml
 
 from cluster.security import redact
-from learner.checkpoint import MANIFEST
+from learner import checkpoint, resume
 from learner.config import Config
 
-STOP_S = 12.0  # an interrupted run is gone after this, whatever hangs
+STOP_S = 11.0  # an interrupted run is gone after this, whatever hangs
 
 
 class RunError(RuntimeError):
     """The run cannot go on; the message is for the user and says what to do."""
 
 
+class Stopping(threading.Event):
+    """Set by SIGTERM. While `gently` the trainer is in its loop and ends after the step, with a checkpoint; at any
+    other time there is nothing to save, and everything ends at once."""
+
+    gently = False
+    run_dir: Path | None = None
+
+
 def locate(cfg: Config) -> Path:
     """The run's folder, which may not exist yet; refuses one that holds a run already."""
     run_dir = Path(cfg.run_dir or f"outputs/{cfg.experiment}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    if cfg.resume not in ("never", "auto"):
-        given = Path(cfg.resume).absolute()
-        run_dir = Path(cfg.run_dir).absolute() if cfg.run_dir else given.parent.parent if (
-            given / MANIFEST).is_file() else given
+    if cfg.resume not in ("never", "auto") and not cfg.run_dir and "://" not in cfg.resume:
+        given = Path(cfg.resume).absolute()  # of a run, or of a checkpoint in it: go on there
+        run_dir = next((p for p in (given, given.parent.parent) if (p / checkpoint.FOLDER).is_dir()), run_dir)
     begun = any((run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints", "summary.json"))
     if begun and cfg.resume == "never":  # a start that failed before its first step is no run
         raise RunError(f"run_dir={run_dir}: holds a run already. Give another run_dir, or go on with that run: "
@@ -53,12 +62,13 @@ def prepare(cfg: Config, run_dir: Path | None = None) -> Path:
 
 def execute(cfg: Config) -> int:
     """Run `cfg`; returns the exit status (0 done, 1 failed, 130 interrupted)."""
-    stopping = threading.Event()
+    stopping = Stopping()
     signal.signal(signal.SIGTERM, lambda *_: _terminate(stopping))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")  # else SIGTERM waits 30 s while Ray starts
     started = time.monotonic()
     try:
-        run_dir = locate(cfg)
+        stopping.run_dir = run_dir = locate(cfg)
         if not cfg.preflight:
             print(f"volley: {cfg.experiment} -> {run_dir}", flush=True)
         from learner import preflight  # a second or two, hence after the first line
@@ -67,13 +77,16 @@ def execute(cfg: Config) -> int:
             return preflight.report(cfg, run_dir)
         for note in preflight.quick(cfg, run_dir):
             print(f"volley: note: {note}", flush=True)
+        store = checkpoint.open_store(cfg, run_dir)
+        saved = resume.find(cfg, run_dir, store)
+        if cfg.checkpoint.folder:
+            store.probe()
         prepare(cfg, run_dir)
-        _run(cfg, run_dir, started, stopping)
+        _run(cfg, run_dir, started, stopping, store, saved)
         return 0
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the cleaning up
+    except (KeyboardInterrupt, SystemExit):  # the latter from a handler of Ray's, while it starts
+        _ignore_signals()
         print("\nvolley: interrupted: stopping every process", file=sys.stderr, flush=True)
-        _force_exit_after(STOP_S)
         return 130
     except Exception as error:  # noqa: BLE001 - the last place where a failure can be told
         print(f"volley: error: {_first_cause(error)}", file=sys.stderr, flush=True)
@@ -83,10 +96,11 @@ def execute(cfg: Config) -> int:
             print("volley: set VOLLEY_TRACEBACK=1 to see where it happened", file=sys.stderr, flush=True)
         return 1
     finally:
-        _close()
+        _close(stopping.run_dir)
 
 
-def _run(cfg: Config, run_dir: Path, started: float, stopping: threading.Event) -> None:
+def _run(cfg: Config, run_dir: Path, started: float, stopping: Stopping, store: checkpoint.Store,
+         saved: Path | None) -> None:
     from cluster.local import connect
 
     if cfg.stage == "rl":
@@ -102,43 +116,71 @@ def _run(cfg: Config, run_dir: Path, started: float, stopping: threading.Event) 
     else:
         from learner.trainer import Trainer
 
-        Trainer(cfg, run_dir, started, stopping).run()
+        Trainer(cfg, run_dir, started, stopping, store, saved).run()
 
 
-def _close() -> None:
-    """End the local cluster and whatever our actors started themselves."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return
+def _close(run_dir: Path | None) -> None:
+    """End the local cluster (half-started ones too) and whatever our actors started themselves."""
+    _ignore_signals()
+    limit = _force_exit_after(STOP_S, run_dir)
     children = psutil.Process().children(recursive=True)
-    ray.shutdown()
-    _, alive = psutil.wait_procs(children, timeout=3)
+    shared = _shared_files(children)
+    ray = sys.modules.get("ray")
+    connected = ray is not None and ray.is_initialized()
+    if connected:
+        ray.shutdown()
+    _end(children, shared, run_dir, 3.0 if connected else 0.0)
+    limit.cancel()
+
+
+def _end(processes: list[psutil.Process], shared: set[str], run_dir: Path | None, grace_s: float) -> None:
+    """Kill what has not ended within `grace_s`, then remove what nobody is left to remove."""
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
     for process in alive:
-        try:
+        with suppress(psutil.NoSuchProcess):  # gone with its parent, a moment ago
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
+    psutil.wait_procs(alive, timeout=2.0)
+    for name in shared:
+        Path(name).unlink(missing_ok=True)
+    for beside in () if run_dir is None else (p for d in ("", checkpoint.FOLDER, "rollouts")
+                                              for p in (run_dir / d).glob("*.partial")):
+        shutil.rmtree(beside) if beside.is_dir() else beside.unlink()
 
 
-def _terminate(stopping: threading.Event) -> None:
+def _shared_files(processes: list[psutil.Process]) -> set[str]:
+    """Files in /dev/shm that these processes have mapped: semaphores outlive whoever is killed (Linux)."""
+    found: set[str] = set()
+    for process in processes:
+        with suppress(OSError):  # gone, or no /proc
+            found |= set(re.findall(r" (/dev/shm/\S+)$", Path(f"/proc/{process.pid}/maps").read_text(), re.MULTILINE))
+    return found
+
+
+def _ignore_signals() -> None:
+    """The cleaning up must not be interrupted; it has a deadline of its own."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _terminate(stopping: Stopping) -> None:
     """SIGTERM: the trainer ends after its step, with a checkpoint; where that takes too long, without one."""
-    if stopping.is_set():
+    if stopping.is_set() or not stopping.gently:
         raise KeyboardInterrupt
     stopping.set()
     print("volley: SIGTERM: ending after this step", file=sys.stderr, flush=True)
-    _force_exit_after(STOP_S)
+    _force_exit_after(STOP_S, stopping.run_dir)
 
 
-def _force_exit_after(seconds: float) -> None:
+def _force_exit_after(seconds: float, run_dir: Path | None) -> threading.Timer:
     def end() -> None:
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # gone with its parent, killed a moment ago
-                process.kill()
+        children = psutil.Process().children(recursive=True)
+        _end(children, _shared_files(children), run_dir, 0.0)
         os._exit(130)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
+    return timer
 
 
 def _first_cause(error: BaseException) -> str:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,17 @@ from actors.records import SamplingParams
 from actors.reference import ReferencePool
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from actors.staleness import Ledger, admissible
-from cluster.metrics import MetricLog
+from cluster import plan
+from cluster.metrics import MetricLog, flatten
 from cluster.progress import Progress, comparison
-from learner import checkpoint, regimes, resume
+from learner import checkpoint, guards, preflight, regimes, resume
 from learner.assemble import Assembled, Scores, alive, assemble, read_scores
 from learner.config import Config, ConfigError
-from learner.evaluate import summarise
+from learner.evaluate import MAJ_K, PASS_KS, summarise
 from learner.group import LearnerGroup
 from learner.measure import step_metrics
-from learner.model import load_tokenizer, materialise
-from learner.run import RunError
+from learner.model import load_tokenizer, materialise, model_size
+from learner.run import RunError, Stopping
 from learner.sampler import Sampler
 from learner.schedule import learning_rate
 from learner.services import RewardClient, RolloutLog
@@ -41,10 +42,13 @@ EVALUATION_IDS = -1_000_000  # group ids of evaluations count down from here, ap
 
 class Trainer:
     """Owns the actors of one run. `started`: time.monotonic() when the program began (for setup_s); `stopping`: set by
-    SIGTERM: finish the step, write a checkpoint, go."""
+    SIGTERM: finish the step, write a checkpoint, go. `saved`: the checkpoint to go on from, a verified folder."""
 
-    def __init__(self, cfg: Config, run_dir: Path, started: float, stopping: Event) -> None:
+    def __init__(self, cfg: Config, run_dir: Path, started: float, stopping: Stopping, store: checkpoint.Store,
+                 saved: Path | None) -> None:
         self.cfg, self.run_dir, self.started, self.stopping = cfg, run_dir, started, stopping
+        self.store, self.saved = store, saved
+        self.settings = checkpoint.as_dict(cfg)  # as given
         self.done = 0  # steps
         self.before: dict[str, Any] = {}
         self.version = 0
@@ -53,7 +57,10 @@ class Trainer:
         self.ledger = Ledger()
         self.queue: list[Group] = []  # finished, oldest first, not yet trained
         self.given: dict[int, Any] = {}  # scores of groups whose answers were given (SFT, DPO)
-        self.evaluations = 0
+        self.warned: dict[str, Any] = {}  # state of the guards
+        self.evaluations = 0  # prompts evaluated so far
+        self.evaluated = 0  # the last step with an evaluation
+        self.measured: dict[str, float] = {}  # what this step wrote into the metrics
         self.tokens = 0
         self.generating_s = 0.0
         self.worst_mismatch = 0.0
@@ -75,16 +82,19 @@ class Trainer:
         with Progress(cfg.steps, cfg.logging.progress, cfg.experiment, done=self.done) as self.progress:
             self.progress.note(f"engines ready after {setup_s:.0f} s")
             self.before = before = self.before or self.evaluate(0, cfg.evaluation.samples)
+            self.stopping.gently = True
+            self.evaluate_if_due()  # a run that was stopped after its step did without
             for step in range(self.done + 1, cfg.steps + 1):
                 self.step(step)
                 self.done = step
+                if not self.stopping.is_set():
+                    self.evaluate_if_due()
                 last = step == cfg.steps or self.stopping.is_set()
                 if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
                     self.save_checkpoint()
                 if self.stopping.is_set():
                     raise KeyboardInterrupt
-                if cfg.evaluation.every and step % cfg.evaluation.every == 0 and step < cfg.steps:
-                    self.evaluate(step, cfg.evaluation.samples_during)
+            self.stopping.gently = False
             if cfg.algorithm.data == "sft_samples" and cfg.steps:
                 self.sync()  # its samples came from the model it began with; what is measured is the trained one
             after = self.evaluate(cfg.steps, cfg.evaluation.samples) if cfg.steps else before
@@ -115,12 +125,14 @@ class Trainer:
     def start(self) -> None:
         """Bring every actor up, side by side, and prove that the generators hold the learner's weights."""
         cfg = self.cfg
-        saved = resume.find(cfg, self.run_dir)
-        state = json.loads((saved / "trainer.json").read_text()) if saved else None
+        saved = self.saved
+        state = json.loads((saved / checkpoint.STATE).read_text()) if saved else None
         self.tokenizer = load_tokenizer(cfg.model)
         self.model_path = str(materialise(cfg.model, self.run_dir / "initial_model", cfg.seed))
         # From here on every actor reads this one directory, whatever it was made from.
         cfg.model.path, cfg.model.init, cfg.model.gguf_file, cfg.model.tokenizer = self.model_path, "pretrained", "", ""
+        self.size = model_size(cfg.model)
+        self.load_data()
         self.learner = LearnerGroup(cfg)
         self.generators = GeneratorPool(cfg, self.model_path, stop_ids(self.tokenizer, self.model_path),
                                         cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)
@@ -128,13 +140,14 @@ class Trainer:
         needs_reference = cfg.algorithm.beta > 0 and cfg.algorithm.kl_placement != "none"
         self.reference = ReferencePool(cfg) if needs_reference else None
         self.rollout_log = RolloutLog(self.run_dir / "rollouts", self.model_path, cfg.logging.rollouts)
+        goes_on = cfg.resume == "auto" or (self.run_dir / "metrics.jsonl").exists()  # else: a fork of another run
         self.log = MetricLog(
             self.run_dir, wandb=cfg.logging.wandb, wandb_project=cfg.logging.wandb_project,
             ray_metrics=cfg.logging.ray_metrics,
             run_meta={"experiment": cfg.experiment, "model": cfg.model.name, "seed": cfg.seed, "steps": cfg.steps},
-            wandb_id=state["wandb_id"] if state else None, resume_step=state["done"] if state else None)
+            wandb_id=state["wandb_id"] if state and goes_on else None,
+            resume_step=state["done"] if state else None)
         self.dispatcher = Dispatcher(self.generators, cfg.seed, cfg.rollout.timeout_s)
-        self.load_data()
         readmitted = resume.restore(self, state) if state else []
         self.learner.start(str(saved) if saved else None)
         self.generators.start()
@@ -144,12 +157,14 @@ class Trainer:
             if saved and self.reference_reset_at:
                 self.reference.restore(str(saved / resume.REFERENCE))
         if saved:
+            shutil.rmtree(self.run_dir / checkpoint.FETCHED, ignore_errors=True)
             print(f"volley: going on after step {self.done}", flush=True)
         self.sync(probe=[self.encode(p.text) for p in self.heldout[:4]])
         for group_id, prompt in readmitted:
             self.submit(group_id, prompt)
 
     def load_data(self) -> None:
+        """Prompts of both sides; and do the rewards judge what is known of them?"""
         cfg = self.cfg
 
         def count(text: str) -> int:
@@ -162,6 +177,8 @@ class Trainer:
             raise ConfigError("data", cfg.data.kind, str(error)) from error
         self.sampler = Sampler(cfg.data, train, cfg.seed)
         self.heldout = heldout.prompts()[: cfg.data.heldout_size]
+        if note := preflight.check_rewards(cfg, self.heldout)[1]:
+            print(f"volley: note: {note}", flush=True)
 
     def encode(self, text: str) -> list[int]:
         """Prompt ids, with the tokens the tokenizer puts before a text (BOS) and none that it puts after."""
@@ -274,6 +291,12 @@ class Trainer:
             self.reference_reset_at = step
             self.progress.note(f"reference: now the policy of step {step}")
 
+    def evaluate_if_due(self) -> None:
+        """The evaluation of the step just done, before its checkpoint, which then holds what it found."""
+        every = self.cfg.evaluation.every
+        if every and self.evaluated < self.done < self.cfg.steps and self.done % every == 0:
+            self.evaluate(self.done, self.cfg.evaluation.samples_during)
+
     def evaluate(self, step: int, samples: int) -> dict[str, Any]:
         """pass@k, maj@k, format and length on the held-out prompts, sampled at evaluation.temperature."""
         begun = time.monotonic()
@@ -294,10 +317,12 @@ class Trainer:
         found = summarise(
             [g.prompt.prompt_id for g, k in zip(groups, n, strict=True) for _ in range(k)],
             [i for k in n for i in range(k)], list(scores.accuracy), list(scores.format), scores.extracted,
-            [int(v) for g in groups for v in g.meta.lengths], ks=tuple(k for k in (1, 8, 64) if k <= samples),
-            maj_k=min(8, samples))
+            [int(v) for g in groups for v in g.meta.lengths], ks=tuple(k for k in PASS_KS if k <= samples),
+            maj_k=min(MAJ_K, samples))
         found["seconds"] = time.monotonic() - begun
-        self.log.log(step, {f"eval/{k}": v for k, v in found.items() if k != "seconds" and v is not None})
+        self.measured |= self.log.log(
+            step, {f"eval/{k}": v for k, v in found.items() if k != "seconds" and v is not None})
+        self.evaluated = step
         self.progress.note("held out: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items() if v is not None))
         return found
 
@@ -307,9 +332,12 @@ class Trainer:
         """Commit everything the rest of the run depends on. A disk that is full costs this checkpoint, not the run."""
         begun = time.monotonic()
         try:
-            checkpoint.write(self.run_dir, self.done, resume.state(self), self.save_tensors, self.cfg.checkpoint.keep)
+            if shortage := preflight.disk_shortage(self.store.staging, plan.checkpoint(self.cfg, self.size)):
+                raise OSError(shortage)
+            self.rollout_log.flush()  # a resumed run does not make these steps again
+            self.store.write(self.done, resume.state(self), self.save_tensors, self.cfg.checkpoint)
         except OSError as error:
-            self.progress.note(f"no checkpoint of step {self.done}: {error}. Free some space; older ones are intact.")
+            self.progress.note(f"checkpoint of step {self.done}: {error}. Older ones are intact; is there space left?")
         self.timing["save"] = time.monotonic() - begun
 
     def save_tensors(self, folder: Path) -> None:
@@ -368,13 +396,18 @@ class Trainer:
             values["data/curriculum_level"] = float(curriculum.levels[curriculum.position])
         values["perf/tokens_per_s"] = tokens / self.timing["step"]
         values["perf/gen_tokens_per_s"] = tokens / max(self.timing["gen"], 1e-9)
-        self.progress.update(step, self.log.log(step, values))
+        self.warned, begun = guards.check(self.cfg.guards, self.warned, flatten(values))
+        values |= {f"guard/{name}": float(name in self.warned["active"]) for name in guards.NAMES}
+        self.measured = self.log.log(step, values)
+        self.progress.update(step, self.measured)
+        for warning in begun:
+            self.progress.note(f"warning: {warning}")
 
     def finish(self, before: dict[str, Any], after: dict[str, Any], setup_s: float) -> None:
         """Write model/, summary.json and report.html; print the table."""
         cfg = self.cfg
         self.learner.save_model(str(self.run_dir / "model"), self.tokenizer)
-        self.rollout_log.close()
+        self.rollout_log.flush()
         wall = time.monotonic() - self.started
         table = ("pass@1", "pass@8", "pass@64", "maj@8", "format", "length")
         summary = {
