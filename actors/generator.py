@@ -76,6 +76,10 @@ class Generator:
         return await self._call(lambda future: future.set_result(
             {"name": self.name, "version": self.version, "groups": len(self._running)}))
 
+    async def abandon(self) -> int:
+        """Stop working on every group; whoever still waits for one gets None. Returns how many there were."""
+        return await self._call(lambda future: future.set_result(self._abandon()))
+
     async def logprobs(self, ids: list[list[int]]) -> list[np.ndarray]:
         """float32 [len - 1] for each sequence: log-probs of ids[1:] under the current weights."""
         return await self._call(lambda future: future.set_result(self._logprobs(ids)))
@@ -133,6 +137,13 @@ class Generator:
             self.engine.add_request(f"{request.group_id}/{index}", {
                 "prompt_token_ids": request.prompt_ids, "cache_salt": str(self.version)}, params)
         self._running[request.group_id] = _Running(request, future, [None] * len(request.seeds), len(request.seeds))
+
+    def _abandon(self) -> int:
+        given_up, self._running = self._running, {}
+        for group_id, running in given_up.items():
+            self.engine.abort_request([f"{group_id}/{i}" for i in range(len(running.outputs))])
+            running.future.set_result((None, None))
+        return len(given_up)
 
     def _deliver(self, outputs: list[Any]) -> list[Any]:
         """Hand finished completions to their groups; returns outputs that belong to no group (probes)."""
@@ -240,9 +251,9 @@ def sampled_logprobs(output: Any) -> np.ndarray:
 def engine_args(generator: Any, model_path: str, dtype: str, max_length: int, on_gpu: bool) -> dict[str, Any]:
     """vLLM engine arguments from conf/ (GeneratorConfig); `on_gpu` marks what has not been run on a CPU."""
     args = dict(
-        model=model_path, dtype=dtype, max_model_len=max_length, max_num_seqs=generator.max_num_seqs,
-        enforce_eager=generator.enforce_eager, skip_tokenizer_init=True, logprobs_mode="processed_logprobs",
-        enable_prefix_caching=True, disable_log_stats=True, seed=0,
+        model=model_path, load_format="safetensors", dtype=dtype, max_model_len=max_length,
+        max_num_seqs=generator.max_num_seqs, enforce_eager=generator.enforce_eager, skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs", enable_prefix_caching=True, disable_log_stats=True, seed=0,
         weight_transfer_config={"backend": generator.weight_backend})
     if on_gpu:
         args["gpu_memory_utilization"] = generator.gpu_memory_utilization

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,9 +50,9 @@ class Reference:
 
     def save(self, file: str) -> None:
         """Write the weights as safetensors (a reference that was reset is part of a checkpoint)."""
-        from safetensors.torch import save_file
+        from learner import tensors
 
-        save_file({n: p.detach().cpu().contiguous() for n, p in self.policy.model.named_parameters()}, file)
+        tensors.write(Path(file), {n: p.detach().cpu().contiguous() for n, p in self.policy.model.named_parameters()})
 
     def restore(self, file: str) -> None:
         """Read what `save` wrote."""

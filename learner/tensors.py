@@ -23,9 +23,7 @@ def start_count_at_zero(optimizer: torch.optim.Optimizer) -> None:
 
 
 def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, zero_stage: int, rank: int) -> None:
-    """Write `path`: param/NAME, exp_avg/NAME, exp_avg_sq/NAME and step."""
-    from safetensors.torch import save_file
-
+    """Write `path`: param/NAME, exp_avg/NAME, exp_avg_sq/NAME and step. Raises OSError, on a full disk for one."""
     tensors: dict[str, torch.Tensor] = {}
     for name, p in module.named_parameters():
         whole = {"param": _parameter(p, zero_stage)} | {m: _moment(p, m, optimizer, zero_stage) for m in MOMENTS}
@@ -35,7 +33,18 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, zero_s
     steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]
     if rank == 0:
         tensors["step"] = torch.tensor([max(steps, default=0.0)])
+        write(path, tensors)
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """safetensors' save_file, whose failures to write are the OSErrors that they are. (It has an error of its own.)"""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
         save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
 
 
 def load_weights(path: Path, module: nn.Module) -> None:

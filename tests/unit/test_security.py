@@ -51,3 +51,15 @@ def test_what_the_user_has_set_stands(home: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     security.secure_local_cluster()
     assert security.token_source() == "RAY_AUTH_TOKEN" and not home.exists()
+
+
+def test_a_failed_write_of_tensors_is_an_os_error(tmp_path: Path) -> None:
+    """safetensors' own error is none, and a full disk must cost a checkpoint only."""
+    import torch
+
+    from learner import tensors
+
+    with pytest.raises(OSError, match="x.safetensors: "):
+        tensors.write(tmp_path / "missing" / "x.safetensors", {"a": torch.zeros(2)})
+    tensors.write(tmp_path / "x.safetensors", {"a": torch.zeros(2)})
+    assert (tmp_path / "x.safetensors").stat().st_size > 8
