@@ -51,7 +51,10 @@ class AlgorithmSpec:
 RULE, ANY = "rule", "rule or outcome model"
 _CLIP = "{} rho where the clip does not bind, else 0"
 _ROWS = (
-    AlgorithmSpec("sft", "dataset", "none", "1", "constant", "sft", "none", "token_mean", "maximum likelihood"),
+    AlgorithmSpec(
+        "sft", "dataset", "none", "1", "constant", "sft", "none", "token_mean",
+        "maximum likelihood; DeepSeekMath, 2402.03300, A.1.1",
+    ),
     AlgorithmSpec(
         "rft", "sft_samples", RULE, "I(correct)", "correct", "reinforce", "none", "sequence_mean",
         "Yuan et al. 2023, 2308.01825",
@@ -67,14 +70,14 @@ _ROWS = (
     ),
     AlgorithmSpec(
         "ppo", "policy", ANY, _CLIP.format("A by GAE from a critic, times"), "gae", "ppo_clip", "k1 in the reward",
-        "token_mean", "Schulman et al. 2017, 1707.06347, eq. 7; 1506.02438",
+        "token_mean", "Schulman et al. 2017, 1707.06347, eq. 7; GAE: 1506.02438, eq. 16",
     ),
     AlgorithmSpec(
         "grpo", "policy", ANY, _CLIP.format("A = (r - mean)/std of the group, times") + "; + beta (pi_ref/pi - 1)",
         "grpo", "ppo_clip", "k3 in the loss", "sequence_mean", "DeepSeekMath, 2402.03300, eq. 3, 4",
     ),
     AlgorithmSpec(
-        "grpo_process", "policy", "process model",
+        "grpo_process", "policy", "rule or process model",
         _CLIP.format("A = sum of normalised rewards of the steps still to end, times") + "; + beta (pi_ref/pi - 1)",
         "process", "ppo_clip", "k3 in the loss", "sequence_mean", "DeepSeekMath, 2402.03300, section 4.1.3",
     ),
@@ -105,7 +108,7 @@ _ROWS = (
     ),
     AlgorithmSpec(
         "cispo", "policy", ANY, "A of GRPO times min(rho, cap), never 0 by clipping", "grpo", "cispo", "none",
-        "token_mean", "MiniMax 2025, 2506.13585, eq. 4",
+        "token_mean", "MiniMax 2025, 2506.13585, eq. 4, 5",
     ),
 )  # fmt: skip
 REGISTRY: dict[str, AlgorithmSpec] = {row.name: row for row in _ROWS}

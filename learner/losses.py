@@ -90,8 +90,8 @@ def gspo(cfg: Any, logprobs: Tensor, old: Tensor, adv: Tensor, mask: Tensor, sta
 
 
 def cispo(cfg: Any, logprobs: Tensor, old: Tensor, adv: Tensor, mask: Tensor, stats: Stats) -> Tensor:
-    """-sg(clip(rho, 1 - eps_low, 1 + eps_high)) A log pi (MiniMax-M1, 2506.13585, eq. 4): every token keeps a
-    gradient."""
+    """-sg(clip(rho, 1 - eps_low, 1 + eps_high)) A log pi (MiniMax-M1, 2506.13585, eq. 4, 5): every token keeps
+    a gradient."""
     ratio = safe_exp(logprobs - old).detach()
     low, high = 1.0 - cfg.eps_low, 1.0 + cfg.eps_high
     _ratio_stats(stats, ratio, ratio < low, ratio > high, mask)

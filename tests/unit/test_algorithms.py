@@ -3,7 +3,7 @@ split."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from learner import advantages, algorithms, losses
+from learner import advantages, algorithms, losses, regimes
 from learner.config import AlgorithmConfig
 
 ROOT = Path(__file__).parents[2]
@@ -64,8 +64,10 @@ def test_the_documented_table_is_the_registry():
 
 def test_the_documented_parts_are_those_that_exist():
     text = (ROOT / "docs" / "algorithms.md").read_text()
-    for name in (*advantages.NAMES, *losses.LOSSES, *losses.NORMALISERS):
-        assert f"`{name}`" in text
+    parts = (*advantages.NAMES, *losses.LOSSES, *losses.NORMALISERS, *algorithms.DATA, *regimes.FILTERS)
+    settings = (f.name for f in fields(AlgorithmConfig) if f.name != "options")
+    for name in (*parts, *settings, *algorithms.OPTIONS):
+        assert f"`{name}`" in text, name
 
 
 def test_write_table_replaces_only_what_stands_between_the_marks(tmp_path):
