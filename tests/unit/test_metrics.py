@@ -145,3 +145,17 @@ def test_importing_metrics_and_progress_is_cheap() -> None:
     code = "import sys, cluster.metrics, cluster.progress; print(sys.modules.keys() & {'ray', 'wandb', 'torch'})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == "set()"
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    first = MetricLog(tmp_path, wandb="offline", run_meta={"seed": 3})
+    first.log(1, {"actor/lr": 0.1})
+    first.close()
+    again = MetricLog(tmp_path, wandb="offline", run_meta={"seed": 3}, wandb_id=first.wandb_id, resume_step=1)
+    assert again.wandb_run.id == again.wandb_id == first.wandb_id
+    again.log(2, {"actor/lr": 0.2})
+    again.close({"done": True})
+    assert {p.name.split("-")[3] for p in (tmp_path / "wandb").glob("offline-run-*")} == {first.wandb_id}
+    other = MetricLog(tmp_path / "fork", wandb="offline")
+    assert other.wandb_id != first.wandb_id
+    other.close()
