@@ -12,8 +12,10 @@ from typing import Any
 
 MIB, GIB = 1 << 20, 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
-# Resident memory of a process before it holds a model, as seen on Linux with the CPU builds (docs/architecture.md).
-ENGINE, SERVICE, WORKER = 700 * MIB, 300 * MIB, 100 * MIB
+# Private memory of a process beside its model, cache and activations, as seen on Linux with the CPU builds; "services"
+# are Ray's own processes, the reward service and the writer of rollouts.
+PROCESS = {"learner": 600 * MIB, "generator": 1450 * MIB, "reference": 350 * MIB, "reward": 100 * MIB,
+           "services": 1200 * MIB}
 # Values kept for backward, per token, layer and hidden unit, attention matrices not stored (arXiv 2205.05198, eq. 2: 34
 # bytes at 2 bytes a value).
 ACTIVATIONS = 17
@@ -58,8 +60,9 @@ def memory(cfg: Any, size: ModelSize) -> dict[str, int]:
         parts["generator weights"] = 2 * n * b * g.count
         parts["generator cache"] = max(1, round(g.kv_cache_gib)) * GIB * g.count  # whole GiB (cluster/environment.py)
     parts["object store"] = cfg.cluster.object_store_mib * MIB
-    engines = lr.ranks + (g.count if rl else 0) + (cfg.reference.count if has_reference(cfg) else 0)
-    parts["processes"] = engines * ENGINE + 2 * SERVICE + (cfg.reward.workers * WORKER if rl else 0)
+    count = {"learner": lr.ranks, "generator": g.count * rl, "reward": cfg.reward.workers * rl, "services": 1,
+             "reference": cfg.reference.count * has_reference(cfg)}
+    parts["processes"] = sum(PROCESS[kind] * n for kind, n in count.items())
     return parts
 
 

@@ -44,7 +44,7 @@ def test_the_other_parts() -> None:
     assert parts["generator cache"] == 2 * 3 * GIB  # whole GiB, rounded as the generator's environment rounds
     assert parts["reference"] == 3 * 4 * MILLION
     assert parts["object store"] == 512 * MIB
-    assert parts["processes"] == (1 + 2 + 3) * plan.ENGINE + 2 * plan.SERVICE + 5 * plan.WORKER
+    assert parts["processes"] == (600 + 2 * 1450 + 3 * 350 + 5 * 100 + 1200) * MIB
     cfg.algorithm.beta = 0.0
     assert "reference" not in plan.memory(cfg, SIZE)
     cfg.learner.gpus = cfg.generator.gpus = 1.0
