@@ -310,6 +310,13 @@ def test_a_named_checkpoint_that_is_damaged_is_not_replaced_by_another(tmp_path:
         find(tmp_path, f"{store.root}/step_00002", store)
 
 
+def test_other_settings_are_refused_where_the_run_goes_on(tmp_path: Path):
+    cfg = Config(resume="auto")
+    cfg.optimizer.lr = 0.5
+    with pytest.raises(CheckpointError, match="a/checkpoints/step_00001 was written with other settings: optimizer.lr"):
+        resume.find(cfg, tmp_path, run_with(tmp_path / "a", 1))
+
+
 def test_all_damaged_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture):
     store = run_with(tmp_path / "a", 1, 2)
     for step in (1, 2):
