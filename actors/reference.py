@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import ray
 from actors.records import REFERENCE, ROLLOUT, Bucket, conform, list_lengths, ragged
 from cluster.environment import process_env
 from cluster.remote import get
+from cluster.supervisor import Supervised
 
 HINT = "the reference actor's log in the session's logs folder of Ray"
 
@@ -32,9 +34,6 @@ class Reference:
     def __repr__(self) -> str:
         return f"reference-{self.index}"
 
-    def ping(self) -> int:
-        return self.index
-
     def load(self, buckets: list[Bucket]) -> None:
         """Become the policy of these buckets (reference reset)."""
         import torch
@@ -54,18 +53,20 @@ class Reference:
 
         tensors.write(Path(file), {n: p.detach().cpu().contiguous() for n, p in self.policy.model.named_parameters()})
 
-    def restore(self, file: str) -> None:
-        """Read what `save` wrote."""
+    def restore(self, file: str | None) -> None:
+        """Read what `save` wrote; None: become the initial model again."""
         import torch
         from safetensors.torch import load_file
 
-        saved = load_file(file)
+        from learner.model import load_model
+
+        saved = load_file(file) if file else dict(load_model(self.cfg.model, self.cfg.seed).named_parameters())
         with torch.no_grad():
             for name, parameter in self.policy.model.named_parameters():
                 parameter.copy_(saved[name])
 
-    def distributions(self, table: pa.RecordBatch, row: int, tokens: int) -> np.ndarray:
-        """Log-probs float32 [K, vocabulary] at the first K <= `tokens` places of one completion, for exact KL."""
+    def distributions(self, table: pa.RecordBatch, row: int, tokens: int) -> tuple[int, np.ndarray]:
+        """(K, log-probs float32 [K, vocabulary]) at the first K <= `tokens` places of one completion, for exact KL."""
         import torch
 
         prompt, completion = (ragged(table.column(c))[row] for c in ("prompt_ids", "completion_ids"))
@@ -73,10 +74,10 @@ class Reference:
         columns = torch.arange(len(prompt), len(prompt) + min(tokens, len(completion)), device=self.device)
         with torch.no_grad():
             found, _ = self.policy(ids, torch.zeros_like(columns), columns, self.cfg.rollout.temperature, full=True)
-        return found.float().cpu().numpy()
+        return len(columns), found.float().cpu().numpy()
 
-    def logprobs(self, tables: list[Any]) -> list[pa.RecordBatch]:
-        """One REFERENCE batch for each ROLLOUT reference, rows in the same order."""
+    def logprobs(self, tables: list[Any]) -> tuple[Any, ...]:
+        """(groups, then one REFERENCE batch for each ROLLOUT reference, rows in the same order)."""
         batches = ray.get(list(tables), timeout=self.cfg.reference.timeout_s)
         rows = [(conform(b, ROLLOUT, "rollout"), i) for b in batches for i in range(b.num_rows)]
         prompts = [p for b in batches for p in ragged(b.column("prompt_ids"))]
@@ -92,7 +93,7 @@ class Reference:
             if (list_lengths(out[-1].column("ref_logprobs")) != list_lengths(b.column("completion_ids"))).any():
                 raise RuntimeError(f"{self!r}: log-probs and completions differ in length")
         assert start == len(rows)
-        return out
+        return len(out), *out
 
     def _forward(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> list[np.ndarray]:
         import torch
@@ -120,50 +121,79 @@ class Reference:
 
 
 class ReferencePool:
-    """Spreads groups over the actors. `start` waits until each has its model."""
+    """Spreads groups over the actors. One that dies or hangs is replaced, and its work given out again.
 
-    def __init__(self, cfg: Any) -> None:
-        self.cfg = cfg
-        r = cfg.reference
+    `run_dir` holds a copy of the weights of the last reset, from which a new actor starts."""
+
+    def __init__(self, cfg: Any, run_dir: Path) -> None:
+        self.cfg, self.copy = cfg, run_dir / "reference.safetensors"
+        self.is_reset = False
+        self.members = [Supervised(f"reference-{i}", partial(self._create, i), cfg.cluster, "cluster.restarts",
+                                   cfg.cluster.restarts, cfg.reference.timeout_s, HINT)
+                        for i in range(cfg.reference.count)]
+
+    def _create(self, index: int, suffix: str) -> list[Any]:
+        r = self.cfg.reference
         env = process_env(r.gpus) | {"OMP_NUM_THREADS": str(max(1, r.threads))}
-        actor = ray.remote(Reference)
-        self.actors = [actor.options(name=f"reference-{i}", num_cpus=r.cpus, num_gpus=r.gpus,
-                                     runtime_env={"env_vars": env}).remote(i, cfg) for i in range(r.count)]
+        return [ray.remote(Reference).options(name=f"reference-{index}{suffix}", num_cpus=r.cpus, num_gpus=r.gpus,
+                                              runtime_env={"env_vars": env}).remote(index, self.cfg)]
+
+    @property
+    def restarts(self) -> int:
+        return sum(m.health.restarts for m in self.members)
 
     def start(self) -> None:
-        get([a.ping.remote() for a in self.actors], self.cfg.reference.timeout_s, "reference: start", HINT)
+        """Until each has its model."""
+        for member in self.members:
+            member.start()
 
     def logprobs(self, tables: list[Any]) -> list[Any]:
-        """References of REFERENCE batches, one for each ROLLOUT reference in `tables`; does not wait."""
-        parts = np.array_split(np.arange(len(tables)), len(self.actors))
-        refs: list[Any] = []
-        for actor, part in zip(self.actors, parts, strict=True):
-            if len(part):
-                found = actor.logprobs.options(num_returns=len(part)).remote([tables[i] for i in part])
-                refs += found if isinstance(found, list) else [_single.remote(found)]
-        return refs
-
-    def wait(self, refs: list[Any]) -> None:
-        """Until all log-probs exist, or DeadlineExceeded."""
-        ready, pending = ray.wait(refs, num_returns=len(refs), timeout=self.cfg.reference.timeout_s, fetch_local=False)
-        if pending:
-            get(pending, 0.001, f"reference: log-probs of {len(pending)} of {len(refs)} groups", HINT)
+        """References of REFERENCE batches, one for each ROLLOUT reference in `tables`, once all exist."""
+        parts = [p for p in np.array_split(np.arange(len(tables)), len(self.members)) if len(p)]
+        jobs = [(i, "logprobs", [tables[j] for j in part], 1 + len(part)) for i, part in enumerate(parts)]
+        return [ref for refs in self._all(jobs) for ref in refs[1:]]
 
     def distributions(self, table: Any, row: int, tokens: int) -> Any:
-        """A reference of Reference.distributions; does not wait."""
-        return self.actors[0].distributions.remote(table, row, tokens)
+        """A reference of what Reference.distributions finds, once it exists."""
+        return self._all([(0, "distributions", table, row, tokens, 2)])[0][1]
 
     def save(self, file: str) -> None:
-        get(self.actors[0].save.remote(file), self.cfg.reference.timeout_s, "reference: save", HINT)
+        self._all([(0, "save", file, 1)])
 
-    def restore(self, file: str) -> None:
-        get([a.restore.remote(file) for a in self.actors], self.cfg.reference.timeout_s, "reference: restore", HINT)
+    def restore(self, file: str | None) -> None:
+        """Every actor reads what `save` wrote; None: the initial model."""
+        self._all([(i, "restore", file, 1) for i in range(len(self.members))])
+        self.is_reset = file is not None
+        if file:
+            self.save(str(self.copy))
 
     def load(self, buckets: list[Bucket]) -> None:
         """Every actor becomes the policy of these buckets (reference reset)."""
-        get([a.load.remote(buckets) for a in self.actors], self.cfg.reference.timeout_s, "reference: load", HINT)
+        self._all([(i, "load", buckets, 1) for i in range(len(self.members))])
+        self.save(str(self.copy))
+        self.is_reset = True
 
+    def _all(self, jobs: list[tuple[Any, ...]]) -> list[list[Any]]:
+        """Do jobs (actor, method, arguments ..., number of results) side by side; the references of their results, of
+        which the first, a small one, is fetched to see that the job is done."""
+        sent = [self._send(job) for job in jobs]
+        for n, job in enumerate(jobs):
+            member, operation = self.members[job[0]], f"reference-{job[0]}: {job[1]}"
+            while True:
+                try:
+                    get(sent[n][0], self.cfg.reference.timeout_s, operation, HINT)
+                    break
+                except Exception as error:  # noqa: BLE001 - classified
+                    member.replace(error, partial(self._catch_up, member))
+                    sent[n] = self._send(job)
+        return sent
 
-@ray.remote(num_cpus=0)
-def _single(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    return batches[0]
+    def _send(self, job: tuple[Any, ...]) -> list[Any]:
+        index, method, *arguments, results = job
+        found = getattr(self.members[index].actor, method).options(num_returns=results).remote(*arguments)
+        return found if isinstance(found, list) else [found]
+
+    def _catch_up(self, member: Supervised) -> None:
+        if self.is_reset:
+            get(member.actor.restore.remote(str(self.copy)), self.cfg.reference.timeout_s, f"{member.name}: restore",
+                HINT)

@@ -7,25 +7,23 @@ its seeds are part of the request, so the same completions come back whoever ser
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from actors.generator import Generator, engine_args
 from actors.prompts import Prompt
 from actors.records import GroupMeta, GroupRequest, Published, SamplingParams
 from actors.staleness import sample_seed
+from cluster import failures
 from cluster.environment import generator_env
-from cluster.remote import DeadlineExceeded, get, kill
+from cluster.remote import DeadlineExceeded, get
+from cluster.supervisor import Supervised
 
 HINT = "the generator's log in the session's logs folder of Ray"
-
-
-class GeneratorLost(RuntimeError):
-    """Generators died more often than generator.restarts allows."""
 
 
 @dataclass
@@ -42,7 +40,7 @@ class _Ticket:
     prompt: Prompt
     request: GroupRequest
     generator: int
-    deadline: float
+    deadline: float = 0.0
     actor: Any = None  # that serves it: another one once its generator was replaced
     meta_ref: Any = None
     table_ref: Any = None
@@ -55,64 +53,94 @@ class GeneratorPool:
         self.cfg, self.stop = cfg, stop_token_ids
         self.args = engine_args(cfg.generator, model_path, cfg.model.dtype, max_length, cfg.generator.gpus > 0)
         self.published: Published | None = None
-        self.restarts = 0
-        self.actors = [self._create(i) for i in range(cfg.generator.count)]
+        g = cfg.generator
+        self.members = [
+            Supervised(f"generator-{i}", partial(self._create, i), cfg.cluster, "generator.restarts", g.restarts,
+                       g.start_timeout_s, HINT, lambda actor: actor.ping.remote()) for i in range(g.count)]
 
-    def _create(self, index: int) -> Any:
+    def _create(self, index: int, suffix: str) -> list[Any]:
         g = self.cfg.generator
         env = generator_env(g.kv_cache_gib, g.gpus)
         if g.threads:
             env["OMP_NUM_THREADS"] = str(g.threads)
-        name = f"generator-{index}" + (f"-{self.restarts}" if self.restarts else "")
-        options = {"name": name, "num_cpus": g.cpus, "num_gpus": g.gpus, "max_concurrency": 10_000,
-                   "runtime_env": {"env_vars": env}}
-        return ray.remote(Generator).options(**options).remote(f"generator-{index}", self.args, self.stop)
+        options = {"name": f"generator-{index}{suffix}", "num_cpus": g.cpus, "num_gpus": g.gpus,
+                   "max_concurrency": 10_000, "runtime_env": {"env_vars": env}}
+        return [ray.remote(Generator).options(**options).remote(f"generator-{index}", self.args, self.stop)]
+
+    @property
+    def actors(self) -> list[Any]:
+        return [m.actor for m in self.members]
+
+    @property
+    def restarts(self) -> int:
+        return sum(m.health.restarts for m in self.members)
 
     def start(self) -> None:
         """Until every engine answers."""
-        get([a.ping.remote() for a in self.actors], self.cfg.generator.start_timeout_s, "generator: start", HINT)
+        for member in self.members:
+            member.start()
 
     def sync(self, published: Published) -> dict[str, float]:
-        """Every generator loads and proves `published`; returns the worst of each figure over the generators."""
+        """Every generator loads and proves `published`; returns the worst of each figure over the generators.
+
+        Raises LearnerLost where the learner died and took the weights along."""
         self.published = published
-        refs = [self._load(a, published) for a in self.actors]
+        refs = [self._load(i) for i in range(len(self.members))]
         found = []
         for index, ref in enumerate(refs):
             try:
-                found.append(get(ref, self.cfg.generator.sync_timeout_s,
-                                 f"generator-{index}: update to version {published.version}", HINT))
-            except (RayActorError, DeadlineExceeded) as error:
+                found.append(self._proved(index, ref))
+            except Exception as error:  # noqa: BLE001 - classified
                 found.append(self.revive(index, error))
+            if self.members[index].health.state == "stale":  # it was replaced while the learner was gone
+                self.members[index].health.move("healthy")
         return {k: max(f[k] for f in found) for k in found[0]}
 
-    def _load(self, actor: Any, published: Published) -> Any:
-        return actor.update_weights.remote(published.version, published.buckets, published.probe,
-                                           self.cfg.generator.sync_timeout_s)
+    def _load(self, index: int) -> Any:
+        p = self.published
+        return self.members[index].actor.update_weights.remote(p.version, p.buckets, p.probe,
+                                                               self.cfg.generator.sync_timeout_s)
+
+    def _proved(self, index: int, ref: Any) -> dict[str, float]:
+        """What `_load` found, once the generator holds the weights."""
+        member = self.members[index]
+        found = get(ref, self.cfg.generator.sync_timeout_s,
+                    f"{member.name}: update to version {self.published.version}", HINT)
+        return found
 
     def revive(self, index: int, why: Exception) -> dict[str, float]:
         """Replace a dead or hung generator by a new one that has proved the current weights."""
-        self.restarts += 1
-        if self.restarts > self.cfg.generator.restarts:
-            raise GeneratorLost(f"generator-{index} was lost and generator.restarts={self.cfg.generator.restarts} are "
-                                f"used up: {str(why).splitlines()[0]}. Look at {HINT}.") from why
-        kill(self.actors[index])
-        self.actors[index] = self._create(index)
-        get(self.actors[index].ping.remote(), self.cfg.generator.start_timeout_s, f"generator-{index}: restart", HINT)
-        if self.published is None:
-            return {}
-        return get(self._load(self.actors[index], self.published), self.cfg.generator.sync_timeout_s,
-                   f"generator-{index}: update after restart", HINT)
+        def catch_up() -> dict[str, float]:
+            return self._proved(index, self._load(index)) if self.published else {}
 
-    def stop_all(self) -> None:
-        for actor in self.actors:
-            kill(actor)
+        return self.members[index].replace(why, catch_up)
+
+    def abandon(self) -> None:
+        """Every generator forgets the groups it works on: the run goes back to a checkpoint."""
+        for index, member in enumerate(self.members):
+            try:
+                get(member.actor.abandon.remote(), self.cfg.generator.sync_timeout_s, f"{member.name}: abandon", HINT)
+            except Exception as error:  # noqa: BLE001 - classified
+                self.published = None  # the next sync brings the new one up to date
+                self.revive(index, error)
+
+    def silent(self) -> Iterator[tuple[int, Exception]]:
+        """(index, error) of each generator that no longer answers pings."""
+        for index, member in enumerate(self.members):
+            if error := member.silent():
+                yield index, error
 
 
 class Dispatcher:
-    """Gives groups to the generator with the fewest of them and yields them as they finish."""
+    """Gives groups to the generator with the fewest of them and yields them as they finish.
 
-    def __init__(self, pool: GeneratorPool, run_seed: int, timeout_s: float) -> None:
-        self.pool, self.run_seed, self.timeout_s = pool, run_seed, timeout_s
+    `drop(group_id, reason)` is told of a group that cannot be worked on; without it such a group stops the run."""
+
+    PROBE_S = 5.0  # seconds between looks at the generators' pings while nothing finishes
+
+    def __init__(self, pool: GeneratorPool, run_seed: int, timeout_s: float,
+                 drop: Callable[[int, str], None] | None = None) -> None:
+        self.pool, self.run_seed, self.timeout_s, self.drop = pool, run_seed, timeout_s, drop
         self.tickets: dict[int, _Ticket] = {}  # by group id, in order of submission
 
     def submit(self, group_id: int, prompt: Prompt, prompt_ids: list[int], n: int, sampling: SamplingParams,
@@ -123,7 +151,7 @@ class Dispatcher:
         load = [0] * len(self.pool.actors)
         for ticket in self.tickets.values():
             load[ticket.generator] += 1
-        self._send(_Ticket(prompt, request, load.index(min(load)), 0.0))
+        self._send(_Ticket(prompt, request, load.index(min(load))))
 
     def _send(self, ticket: _Ticket) -> None:
         ticket.actor = self.pool.actors[ticket.generator]
@@ -134,36 +162,51 @@ class Dispatcher:
     def finished(self) -> Iterator[Group]:
         """Wait until at least one group is done (or lost and given out again), and yield those that are.
 
-        A generator that died, or that let a group's deadline pass, is replaced and its groups are given out again.
+        A generator that died, that let a group's deadline pass or that answers no ping is replaced, and its groups are
+        given out again.
         """
         refs = {t.meta_ref: t for t in self.tickets.values()}
         wait_s = max(0.0, min(t.deadline for t in refs.values()) - time.monotonic())
-        ready, _ = ray.wait(list(refs), num_returns=1, timeout=wait_s, fetch_local=False)
+        ready, _ = ray.wait(list(refs), num_returns=1, timeout=min(wait_s, self.PROBE_S), fetch_local=False)
         if ready:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
-        else:
-            late = [t for t in refs.values() if t.deadline <= time.monotonic()]
-            if not late:
-                return  # woken a moment early
-            error = DeadlineExceeded(f"generator-{late[0].generator}: group {late[0].request.group_id} not done within "
-                                     f"rollout.timeout_s={self.timeout_s:g}")
-            self._lost(late[0], error)
-            return
         for ref in ready:
             ticket = refs[ref]
-            if self.tickets.get(ticket.request.group_id) is not ticket or ticket.meta_ref is not ref:
-                continue  # given out again meanwhile
-            try:
-                meta = ray.get(ref, timeout=self.timeout_s)
-            except RayActorError as error:
-                self._lost(ticket, error)
-                continue
-            del self.tickets[ticket.request.group_id]
-            yield Group(ticket.prompt, meta, ticket.table_ref)
+            if self.tickets.get(ticket.request.group_id) is ticket and ticket.meta_ref is ref:  # else given out again
+                if group := self._result(ticket):
+                    yield group
+        self._check_deadlines()
 
-    def _lost(self, ticket: _Ticket, error: Exception) -> None:
-        index = ticket.generator
-        if self.pool.actors[index] is ticket.actor:  # else replaced already: by a sync, or for another dispatcher
+    def _result(self, ticket: _Ticket) -> Group | None:
+        """A finished group; None where it failed, which is seen to."""
+        group_id = ticket.request.group_id
+        try:
+            meta = ray.get(ticket.meta_ref, timeout=self.timeout_s)
+        except Exception as error:
+            failure = failures.classify(error)
+            if failure.action == "retry":
+                self._lost(ticket.generator, ticket.actor, error)
+            elif failure.action == "drop" and self.drop is not None:
+                del self.tickets[group_id]
+                self.drop(group_id, failure.reason)
+            else:
+                raise
+            return None
+        del self.tickets[group_id]
+        return Group(ticket.prompt, meta, ticket.table_ref)
+
+    def _check_deadlines(self) -> None:
+        for index, error in self.pool.silent():
+            self._lost(index, self.pool.actors[index], error)
+        now = time.monotonic()
+        late = next((t for t in self.tickets.values() if t.deadline <= now), None)
+        if late:
+            error = DeadlineExceeded(f"generator-{late.generator}: group {late.request.group_id} not done within "
+                                     f"rollout.timeout_s={self.timeout_s:g}")
+            self._lost(late.generator, late.actor, error)
+
+    def _lost(self, index: int, actor: Any, error: Exception) -> None:
+        if self.pool.actors[index] is actor:  # else replaced already: by a sync, or for another dispatcher
             self.pool.revive(index, error)
         for other in [t for t in self.tickets.values() if t.generator == index]:
             if other.actor is not self.pool.actors[index]:

@@ -21,7 +21,8 @@ INFRASTRUCTURE = {
     *(RAY + name for name in (
         "RayActorError", "WorkerCrashedError", "LocalRayletDiedError", "NodeDiedError", "OutOfMemoryError",
         "ObjectLostError", "GetTimeoutError", "RpcError")),
-    "cluster.remote.DeadlineExceeded", "builtins.ConnectionError", "builtins.TimeoutError",
+    "cluster.failures.LearnerLost", "cluster.remote.DeadlineExceeded", "builtins.ConnectionError",
+    "builtins.TimeoutError",
     "torch.distributed.DistNetworkError", "torch.distributed.DistBackendError", "torch.distributed.DistStoreError",
 }  # fmt: skip
 DATA = {"vllm.exceptions.VLLMClientError"}  # the engine refuses this request, whoever gets it
@@ -30,7 +31,7 @@ LOST_PEER = re.compile(r"gloo.*(closed by peer|reset by peer|broken pipe|connect
 
 
 class LearnerLost(RuntimeError):
-    """The learner, and with it the current weights, is gone: the run must go back to its last checkpoint."""
+    """The learner, or what it had published, is gone: the run must go back to its last checkpoint."""
 
 
 @dataclass(frozen=True)

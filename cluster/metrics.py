@@ -99,6 +99,10 @@ GROUP_STATES = {
     "filtered": "of those, left out for a reason", "in_flight": "of those, being generated or scored",
     "queued": "of those, scored and waiting",
 }  # fmt: skip
+ROLES = {
+    "generator": "generators", "learner": "the learner, all its ranks,", "reference": "references",
+    "rewards": "the reward service", "rollout_writer": "the writer of rollouts",
+}  # fmt: skip
 # A name may end in {placeholder}: it then covers a family, such as reward_part/accuracy.
 METRICS: dict[str, Metric] = {
     "reward": M("reward", "total reward of a completion with status ok", "spread", "verl critic/rewards/*, TRL reward"),
@@ -141,7 +145,8 @@ METRICS: dict[str, Metric] = {
     "sync/bytes": M("bytes", "weights published in a sync", "sum"),
     **{f"groups/{state}": M("groups", why, "last") for state, why in GROUP_STATES.items()},
     "guard/{name}": M("share", "1 while the warning holds (learner/guards.py), else 0", "last"),
-    "generator/restarts": M("restarts", "generators started again since the run began", "last"),
+    **{f"{role}/restarts": M("restarts", f"{what} started again since the program began", "last")
+       for role, what in ROLES.items()},
     "timing_s/{phase}": M("s", "wall time of a phase: gen, reward, ref, adv, update, sync, eval, save", "sum", "verl"),
     "timing_s/step": M("s", "wall time of the whole step", "sum", "verl timing_s/step"),
     "perf/total_num_tokens": M("tokens", "prompt and completion tokens of the step", "sum", "verl"),
@@ -230,18 +235,25 @@ class MetricLog:
     ) -> None:
         self.path = Path(run_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        header = json.dumps(
+        self.header = json.dumps(
             {"schema": SCHEMA, "run": dict(run_meta or {}), "units": {n: m.unit for n, m in METRICS.items()}}
         )
-        kept = _rows_up_to(self.path, resume_step) if resume_step is not None and self.path.exists() else []
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text("\n".join([header, *kept]) + "\n")
-        beside.replace(self.path)
-        self.file = self.path.open("a")
+        self._begin(_rows_up_to(self.path, resume_step) if resume_step is not None and self.path.exists() else [])
         self.gauges: dict[str, Any] | None = {} if ray_metrics else None
         self.wandb_run, self.wandb_id = None, wandb_id
         if wandb != "disabled":
             self._start_wandb(wandb, wandb_project, dict(run_meta or {}))
+
+    def _begin(self, kept: list[str]) -> None:
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text("\n".join([self.header, *kept]) + "\n")
+        beside.replace(self.path)
+        self.file = self.path.open("a")
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows after `step`: those steps are made again in this same run."""
+        self.file.close()
+        self._begin(_rows_up_to(self.path, step))
 
     def _start_wandb(self, mode: str, project: str, meta: dict[str, Any]) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")

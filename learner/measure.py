@@ -16,8 +16,8 @@ STATUS_NAMES = ("ok", "error", "timeout", "ungradable")
 
 def step_metrics(groups: Sequence[Any], scores: Scores, batch: Assembled, result: dict[str, Any] | None,
                  synced: dict[str, float], timing: dict[str, float], version: int, books: dict[str, int],
-                 restarts: int) -> dict[str, float | Stat]:
-    """name -> value of everything logged in a step. `groups` have .meta (GroupMeta)."""
+                 restarts: dict[str, int]) -> dict[str, float | Stat]:
+    """name -> value of everything logged in a step. `groups` have .meta (GroupMeta); `restarts`: by role of actor."""
     metas = [g.meta for g in groups]
     lengths = np.concatenate([m.lengths for m in metas])
     prompts = np.array([m.prompt_tokens for m in metas])
@@ -27,12 +27,13 @@ def step_metrics(groups: Sequence[Any], scores: Scores, batch: Assembled, result
         "response_length/clip_ratio": float(np.mean([r == "length" for m in metas for r in m.finish_reasons])),
         "advantage": Stat.of(batch.advantages.tolist()),
         "perf/total_num_tokens": float(lengths.sum() + sum(m.prompt_tokens * len(m.lengths) for m in metas)),
-        "training/policy_version": float(version), "generator/restarts": float(restarts),
+        "training/policy_version": float(version),
         "training/staleness": Stat.of([float(trained - m.version_min) for m in metas if m.version_min >= 0]),
         "perf/trained_tokens": float(sum(m.lengths.sum() + m.prompt_tokens * len(m.lengths)
                                          for m, kept in zip(metas, batch.kept, strict=True) if kept)),
         **({"reward/overlong_penalty": Stat.of(batch.penalty.tolist())} if batch.penalty.any() else {}),
         **{f"groups/{k}": float(v) for k, v in books.items()},
+        **{f"{role}/restarts": float(n) for role, n in restarts.items()},
         **{f"timing_s/{k}": v for k, v in timing.items()},
         **{f"regime/{k}": v for k, v in regimes.shares(batch.regimes).items()},
         **reward_metrics(metas, scores),

@@ -6,6 +6,7 @@ comes after it, so the width of the padding changes no value (DESIGN invariant 2
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cluster.plan import ModelSize
+from learner.config import ConfigError
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Output heads that scale or cap logits would need the same here; refused rather than computed wrongly.
@@ -205,3 +207,15 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
+
+
+def stop_ids(tokenizer: Any, model_path: str) -> list[int]:
+    """Ids that end a completion: the model's generation config and the tokenizer's own (several in some families)."""
+    file = Path(model_path) / "generation_config.json"
+    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ids = set(named if isinstance(named, list) else [] if named is None else [named])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise ConfigError("model.tokenizer", tokenizer.name_or_path, "has no end-of-text token, so no completion ends")
+    return sorted(ids)

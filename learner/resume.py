@@ -68,6 +68,14 @@ def state(trainer: Trainer) -> dict[str, Any]:
         "waiting": [[i, dataclasses.asdict(p)] for i, p in zip(ids, waiting, strict=True)]}
 
 
+def last(trainer: Trainer) -> tuple[Path | None, dict[str, Any]]:
+    """(folder, state) of the newest usable checkpoint of this run; where it has none yet, what it began with."""
+    found = trainer.store.newest(lambda text: print(f"volley: {text}", file=sys.stderr, flush=True))
+    if found:
+        return found, json.loads((found / checkpoint.STATE).read_text())
+    return trainer.saved, json.loads(json.dumps(trainer.origin))
+
+
 def restore(trainer: Trainer, saved: dict[str, Any]) -> list[tuple[int, Prompt]]:
     """The inverse of `state`; returns (group id, prompt) of the groups to be given out again, in order of id."""
     for name in FIELDS:

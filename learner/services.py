@@ -14,63 +14,77 @@ from ray.exceptions import RayActorError
 from actors.records import check_scored
 from actors.rollouts import Group
 from cluster.environment import process_env
-from cluster.remote import DeadlineExceeded, get, kill
+from cluster.failures import line
+from cluster.health import RestartsExhausted
+from cluster.remote import DeadlineExceeded, get
+from cluster.supervisor import Supervised, tell
 from reward_service.service import RewardService
 
 HINT = "the reward service's log in the session's logs folder of Ray"
 
 
 class RewardClient:
-    """One RewardService actor. A group is scored as soon as it is generated; a dead service is replaced once a call."""
+    """One RewardService actor. A group is scored as soon as it is generated. A service that dies or hangs is replaced,
+    and what it had not answered is given to its successor."""
 
     def __init__(self, cfg: Any, tokenizer_path: str) -> None:
         self.cfg, self.tokenizer_path = cfg, tokenizer_path
         self.pending: dict[int, tuple[Group, Any]] = {}
-        self.actor = self._create()
+        # Pings have a thread of their own: an answer says that the process moves, whatever it is scoring.
+        self.member = Supervised("rewards", self._create, cfg.cluster, "cluster.restarts", cfg.cluster.restarts, 120.0,
+                                 HINT, lambda actor: actor.stats.options(concurrency_group="pings").remote())
 
-    def _create(self) -> Any:
+    def _create(self, suffix: str) -> list[Any]:
         reward = dataclasses.asdict(self.cfg.reward)
         reward["steps"] = self.cfg.data.steps if self.cfg.algorithm.advantage == "process" else ""
         reward["options"] = {"max_tokens": self.cfg.rollout.max_tokens, **reward["options"]}
-        return ray.remote(RewardService).options(
-            name="rewards", num_cpus=0.5, runtime_env={"env_vars": {**process_env(), "OMP_NUM_THREADS": "1"}}
-        ).remote(reward, self.tokenizer_path, self.cfg.reward.workers)
+        return [ray.remote(RewardService).options(
+            name=f"rewards{suffix}", num_cpus=0.5, concurrency_groups={"pings": 1},
+            runtime_env={"env_vars": {**process_env(), "OMP_NUM_THREADS": "1"}}
+        ).remote(reward, self.tokenizer_path, self.cfg.reward.workers)]
+
+    @property
+    def restarts(self) -> int:
+        return self.member.health.restarts
 
     def start(self) -> None:
-        get(self.actor.stats.remote(), 120.0, "rewards: start", HINT)
+        self.member.start()
 
     def submit(self, group: Group) -> None:
         prompt = dataclasses.asdict(group.prompt)
-        self.pending[group.meta.group_id] = (group, self.actor.score.remote(group.table, [prompt]))
+        self.pending[group.meta.group_id] = (group, self.member.actor.score.remote(group.table, [prompt]))
 
     def collect(self, groups: list[Group]) -> list[pa.RecordBatch]:
-        """SCORED batches of submitted groups, in their order. Raises DeadlineExceeded."""
-        samples = sum(len(g.meta.lengths) for g in groups)
-        # The worst that the service's own per-item deadlines allow, and its start.
-        limit = 120.0 + self.cfg.reward.timeout_s * (1 + samples / self.cfg.reward.workers)
-        out = []
-        for group in groups:
-            try:
-                found = get(self.pending[group.meta.group_id][1], limit, f"rewards: group {group.meta.group_id}", HINT)
-            except (RayActorError, DeadlineExceeded):
-                self._replace()
-                found = get(self.pending[group.meta.group_id][1], limit, f"rewards: group {group.meta.group_id}", HINT)
-            del self.pending[group.meta.group_id]
-            out.append(check_scored(found))
-        return out
+        """SCORED batches of submitted groups, in their order."""
+        samples = sum(len(g.meta.lengths) for g, _ in self.pending.values())
+        # The worst that the service's own per-item deadlines allow.
+        limit = 60.0 + self.cfg.reward.timeout_s * (1 + samples / self.cfg.reward.workers)
+        return [check_scored(self._scored(g.meta.group_id, limit)) for g in groups]
 
-    def _replace(self) -> None:
-        kill(self.actor)
-        self.actor = self._create()
+    def _scored(self, group_id: int, limit_s: float) -> pa.RecordBatch:
+        while True:
+            try:
+                found = self.member.wait(self.pending[group_id][1], limit_s, f"rewards: group {group_id}")
+            except Exception as error:  # noqa: BLE001 - classified
+                self.member.replace(error, self._submit_again)
+                continue
+            del self.pending[group_id]
+            return found
+
+    def forget(self) -> None:
+        """Nobody asks for what was submitted any more."""
+        self.pending.clear()
+
+    def _submit_again(self) -> None:
         for group, _ in list(self.pending.values()):
             self.submit(group)
 
     def stop(self) -> None:
         try:
-            get(self.actor.close.remote(), 5.0, "rewards: close")
+            get(self.member.actor.close.remote(), 5.0, "rewards: close")
         except (RayActorError, DeadlineExceeded):
             pass  # it is going away either way
-        kill(self.actor)
+        self.member.end()
 
 
 class RolloutWriter:
@@ -110,28 +124,56 @@ class RolloutWriter:
 
 
 class RolloutLog:
-    """The trainer's side of RolloutWriter: fire and forget, at most a few writes behind, failures told at the end."""
+    """The trainer's side of RolloutWriter: fire and forget, at most a few writes behind. A dead writer is replaced and
+    writes what is missing; a step whose rows cannot be written is told, and costs the run nothing else."""
 
-    BEHIND = 4
+    BEHIND, WAIT_S = 4, 120.0
 
-    def __init__(self, directory: Path, tokenizer_path: str, limit: int) -> None:
-        self.limit, self.waiting = limit, []
+    def __init__(self, cfg: Any, directory: Path, tokenizer_path: str) -> None:
+        self.limit = cfg.logging.rollouts
+        self.waiting: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # step -> (reference, what was sent)
+        self.lost: list[int] = []  # steps
         env = {"env_vars": {**process_env(), "OMP_NUM_THREADS": "1"}}
-        self.actor = None if limit == 0 else ray.remote(RolloutWriter).options(
-            name="rollout-writer", num_cpus=0, runtime_env=env).remote(str(directory), tokenizer_path)
+        self.member = None if self.limit == 0 else Supervised(
+            "rollout-writer", lambda suffix: [ray.remote(RolloutWriter).options(
+                name=f"rollout-writer{suffix}", num_cpus=0, runtime_env=env).remote(str(directory), tokenizer_path)],
+            cfg.cluster, "cluster.restarts", cfg.cluster.restarts, self.WAIT_S, HINT)
+
+    @property
+    def restarts(self) -> int:
+        return self.member.health.restarts if self.member else 0
+
+    def start(self) -> None:
+        if self.member:
+            self.member.start()
 
     def write(self, step: int, groups: list[Group], scored: list[Any], advantages: list[list[float]]) -> None:
-        if self.actor is None:
+        if self.member is None:
             return
         used = len(groups) if self.limit < 0 else next(
             (i + 1 for i in range(len(groups)) if sum(len(g.meta.lengths) for g in groups[: i + 1]) >= self.limit),
             len(groups))
-        self.waiting.append(self.actor.write.remote(
-            step, [g.prompt.text for g in groups[:used]], [g.table for g in groups[:used]],
-            [ray.put(s) for s in scored[:used]], advantages[:used], self.limit))
+        self._send((step, [g.prompt.text for g in groups[:used]], [g.table for g in groups[:used]],
+                    [ray.put(s) for s in scored[:used]], advantages[:used], self.limit))
         while len(self.waiting) > self.BEHIND:
-            get(self.waiting.pop(0), 120.0, "rollout-writer: write", HINT)
+            self._wait_for(next(iter(self.waiting)))
 
     def flush(self) -> None:
-        get(self.waiting, 120.0, "rollout-writer: write", HINT)
-        self.waiting = []
+        """Until everything that can be written is written."""
+        while self.waiting:
+            self._wait_for(next(iter(self.waiting)))
+
+    def _send(self, job: tuple[Any, ...]) -> None:
+        self.waiting[job[0]] = (self.member.actor.write.remote(*job), job)
+
+    def _wait_for(self, step: int) -> None:
+        try:
+            get(self.waiting[step][0], self.WAIT_S, f"rollout-writer: step {step}", HINT)
+        except Exception as error:  # noqa: BLE001 - classified
+            try:
+                self.member.replace(error, lambda: [self._send(job) for _, job in list(self.waiting.values())])
+                return
+            except (OSError, RestartsExhausted) as final:
+                self.lost.append(step)
+                tell(f"rollouts of step {step} are not written: {line(final)}")
+        del self.waiting[step]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,16 @@ from actors.reference import ReferencePool
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from actors.staleness import Ledger, admissible
 from cluster import plan
+from cluster.failures import LearnerLost
 from cluster.metrics import MetricLog, flatten
-from cluster.progress import Progress, comparison
-from learner import checkpoint, guards, preflight, regimes, resume
+from cluster.progress import Progress
+from learner import checkpoint, guards, preflight, regimes, resume, summary
 from learner.assemble import Assembled, Scores, alive, assemble, read_scores
 from learner.config import Config, ConfigError
 from learner.evaluate import MAJ_K, PASS_KS, summarise
 from learner.group import LearnerGroup
 from learner.measure import step_metrics
-from learner.model import load_tokenizer, materialise, model_size
+from learner.model import load_tokenizer, materialise, model_size, stop_ids
 from learner.run import RunError, Stopping
 from learner.sampler import Sampler
 from learner.schedule import learning_rate
@@ -54,6 +55,7 @@ class Trainer:
         self.version = 0
         self.optimizer_steps = 0
         self.timing: dict[str, float] = {}
+        self.refused = 0  # groups of this step that no generator took
         self.ledger = Ledger()
         self.queue: list[Group] = []  # finished, oldest first, not yet trained
         self.given: dict[int, Any] = {}  # scores of groups whose answers were given (SFT, DPO)
@@ -81,29 +83,46 @@ class Trainer:
         setup_s = time.monotonic() - self.started
         with Progress(cfg.steps, cfg.logging.progress, cfg.experiment, done=self.done) as self.progress:
             self.progress.note(f"engines ready after {setup_s:.0f} s")
-            self.before = before = self.before or self.evaluate(0, cfg.evaluation.samples)
-            self.stopping.gently = True
-            self.evaluate_if_due()  # a run that was stopped after its step did without
-            for step in range(self.done + 1, cfg.steps + 1):
-                self.step(step)
-                self.done = step
-                if not self.stopping.is_set():
-                    self.evaluate_if_due()
-                last = step == cfg.steps or self.stopping.is_set()
-                if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-                    self.save_checkpoint()
-                if self.stopping.is_set():
-                    raise KeyboardInterrupt
-            self.stopping.gently = False
-            if cfg.algorithm.data == "sft_samples" and cfg.steps:
-                self.sync()  # its samples came from the model it began with; what is measured is the trained one
-            after = self.evaluate(cfg.steps, cfg.evaluation.samples) if cfg.steps else before
-        self.finish(before, after, setup_s)
+            lost = None
+            while True:
+                try:
+                    if lost:
+                        self.fall_back(lost)
+                    after = self.go_on()
+                    break
+                except LearnerLost as error:
+                    lost = error
+        summary.conclude(self, after, setup_s)
+
+    def go_on(self) -> dict[str, Any]:
+        """Everything from where the run is to its trained model; returns the last evaluation."""
+        cfg = self.cfg
+        if not self.before:
+            self.before = self.evaluate(0, cfg.evaluation.samples)
+            self.origin = resume.state(self)
+        self.stopping.gently = True
+        self.evaluate_if_due()  # a run that was stopped after its step did without
+        for step in range(self.done + 1, cfg.steps + 1):
+            self.step(step)
+            self.done = step
+            if not self.stopping.is_set():
+                self.evaluate_if_due()
+            last = step == cfg.steps or self.stopping.is_set()
+            if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+                self.save_checkpoint()
+            if self.stopping.is_set():
+                raise KeyboardInterrupt
+        self.stopping.gently = False
+        if cfg.algorithm.data == "sft_samples" and cfg.steps:
+            self.sync()  # its samples came from the model it began with; what is measured is the trained one
+        after = self.evaluate(cfg.steps, cfg.evaluation.samples) if cfg.steps else self.before
+        self.learner.save_model(str(self.run_dir / "model"), self.tokenizer)
+        return after
 
     def step(self, step: int) -> None:
         """One turn of the loop."""
         begun = time.monotonic()
-        self.timing = {}
+        self.timing, self.refused = {}, 0
         groups, scored = self.draw()
         scores = read_scores(scored)
         with self.phase("adv"):
@@ -138,8 +157,8 @@ class Trainer:
                                         cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)
         self.rewards = RewardClient(cfg, self.model_path)
         needs_reference = cfg.algorithm.beta > 0 and cfg.algorithm.kl_placement != "none"
-        self.reference = ReferencePool(cfg) if needs_reference else None
-        self.rollout_log = RolloutLog(self.run_dir / "rollouts", self.model_path, cfg.logging.rollouts)
+        self.reference = ReferencePool(cfg, self.run_dir) if needs_reference else None
+        self.rollout_log = RolloutLog(cfg, self.run_dir / "rollouts", self.model_path)
         goes_on = cfg.resume == "auto" or (self.run_dir / "metrics.jsonl").exists()  # else: a fork of another run
         self.log = MetricLog(
             self.run_dir, wandb=cfg.logging.wandb, wandb_project=cfg.logging.wandb_project,
@@ -147,21 +166,42 @@ class Trainer:
             run_meta={"experiment": cfg.experiment, "model": cfg.model.name, "seed": cfg.seed, "steps": cfg.steps},
             wandb_id=state["wandb_id"] if state and goes_on else None,
             resume_step=state["done"] if state else None)
-        self.dispatcher = Dispatcher(self.generators, cfg.seed, cfg.rollout.timeout_s)
+        self.dispatcher = self.dispatch(self.drop)
         readmitted = resume.restore(self, state) if state else []
         self.learner.start(str(saved) if saved else None)
         self.generators.start()
         self.rewards.start()
+        self.rollout_log.start()
         if self.reference:
             self.reference.start()
             if saved and self.reference_reset_at:
                 self.reference.restore(str(saved / resume.REFERENCE))
         if saved:
-            shutil.rmtree(self.run_dir / checkpoint.FETCHED, ignore_errors=True)
             print(f"volley: going on after step {self.done}", flush=True)
+        self.origin = state or resume.state(self)
+        self.take_up(readmitted)
+
+    def take_up(self, readmitted: list[tuple[int, Prompt]]) -> None:
+        """Bring the learner's weights to the generators, and give out what was admitted and not trained."""
         self.sync(probe=[self.encode(p.text) for p in self.heldout[:4]])
         for group_id, prompt in readmitted:
             self.submit(group_id, prompt)
+
+    def fall_back(self, why: LearnerLost) -> None:
+        """New learner ranks in this same run, and everything else back to the last checkpoint (or the beginning, where
+        there is none): the steps since are made again, alike, since all they depend on is in there."""
+        self.progress.phase("restart")
+        saved, state = resume.last(self)
+        self.learner.revive(why, str(saved) if saved else None)
+        self.generators.abandon()
+        self.rewards.forget()
+        self.dispatcher, self.queue, self.given = self.dispatch(self.drop), [], {}
+        readmitted = resume.restore(self, state)
+        self.log.rewind(self.done)
+        if self.reference:
+            self.reference.restore(str(saved / resume.REFERENCE) if saved and self.reference_reset_at else None)
+        self.progress.note(f"going on after step {self.done}")
+        self.take_up(readmitted)
 
     def load_data(self) -> None:
         """Prompts of both sides; and do the rewards judge what is known of them?"""
@@ -195,7 +235,7 @@ class Trainer:
         while more:
             with self.phase("gen"):
                 self.admit(more, len(groups))
-                new = self.collect(more)
+                new = self.collect(more, len(groups))
             with self.phase("reward"):
                 scored += [self.given.pop(g.meta.group_id) for g in new] if self.given else self.rewards.collect(new)
                 self.check_failures(read_scores(scored))
@@ -227,14 +267,30 @@ class Trainer:
         self.ledger.finish(group_id)
         self.queue.append(group)
 
-    def collect(self, n: int) -> list[Group]:
+    def dispatch(self, drop: Callable[[int, str], None] | None = None) -> Dispatcher:
+        return Dispatcher(self.generators, self.cfg.seed, self.cfg.rollout.timeout_s, drop)
+
+    def drop(self, group_id: int, reason: str) -> None:
+        """Leave out a group that no generator takes; another comes in its place."""
+        self.ledger.finish(group_id)
+        self.ledger.drop(group_id, "refused")
+        self.refused += 1
+        self.progress.note(f"group {group_id} is left out: {reason}")
+        if self.refused > self.cfg.rollout.prompts_per_step:
+            raise RunError(f"{self.refused} prompts of one step were refused by the generators; the last: {reason}. "
+                           "Mend the data.")
+
+    def collect(self, n: int, drawn: int = 0) -> list[Group]:
         """The n oldest admitted groups, when all of them are done. Others that finish meanwhile wait in the queue."""
-        first = sorted(self.ledger.in_flight | {g.meta.group_id for g in self.queue})[:n]
-        while any(g in self.ledger.in_flight for g in first):
+        while True:
+            first = sorted(self.ledger.in_flight | {g.meta.group_id for g in self.queue})[:n]
+            if not any(g in self.ledger.in_flight for g in first):
+                break
             for group in self.dispatcher.finished():
                 self.ledger.finish(group.meta.group_id)
                 self.rewards.submit(group)
                 self.queue.append(group)
+            self.admit(n, drawn)  # in place of groups that were left out
         chosen = sorted((g for g in self.queue if g.meta.group_id in first), key=lambda g: g.meta.group_id)
         self.queue = [g for g in self.queue if g.meta.group_id not in first]
         return chosen
@@ -277,7 +333,6 @@ class Trainer:
             return None
         chosen = [i for i, kept in enumerate(batch.kept) if kept]
         found = self.reference.logprobs([groups[i].table for i in chosen])
-        self.reference.wait(found)
         refs: list[Any] = [None] * len(groups)
         for i, ref in zip(chosen, found, strict=True):
             refs[i] = ref
@@ -301,7 +356,7 @@ class Trainer:
         """pass@k, maj@k, format and length on the held-out prompts, sampled at evaluation.temperature."""
         begun = time.monotonic()
         sampling = SamplingParams(self.cfg.rollout.max_tokens, self.cfg.evaluation.temperature)
-        dispatcher = Dispatcher(self.generators, self.cfg.seed, self.cfg.rollout.timeout_s)
+        dispatcher = self.dispatch()
         for prompt in self.heldout:
             self.evaluations += 1
             dispatcher.submit(EVALUATION_IDS - self.evaluations, prompt, self.encode(prompt.text), samples, sampling,
@@ -336,6 +391,7 @@ class Trainer:
                 raise OSError(shortage)
             self.rollout_log.flush()  # a resumed run does not make these steps again
             self.store.write(self.done, resume.state(self), self.save_tensors, self.cfg.checkpoint)
+            shutil.rmtree(self.run_dir / checkpoint.FETCHED, ignore_errors=True)
         except OSError as error:
             self.progress.note(f"checkpoint of step {self.done}: {error}. Older ones are intact; is there space left?")
         self.timing["save"] = time.monotonic() - begun
@@ -391,7 +447,7 @@ class Trainer:
         self.tokens += tokens
         self.generating_s += self.timing["gen"]
         values = step_metrics(groups, scores, batch, result, synced, self.timing, self.version, self.ledger.counts(),
-                              self.generators.restarts)
+                              self.restarts())
         if curriculum := self.sampler.curriculum:
             values["data/curriculum_level"] = float(curriculum.levels[curriculum.position])
         values["perf/tokens_per_s"] = tokens / self.timing["step"]
@@ -403,33 +459,11 @@ class Trainer:
         for warning in begun:
             self.progress.note(f"warning: {warning}")
 
-    def finish(self, before: dict[str, Any], after: dict[str, Any], setup_s: float) -> None:
-        """Write model/, summary.json and report.html; print the table."""
-        cfg = self.cfg
-        self.learner.save_model(str(self.run_dir / "model"), self.tokenizer)
-        self.rollout_log.flush()
-        wall = time.monotonic() - self.started
-        table = ("pass@1", "pass@8", "pass@64", "maj@8", "format", "length")
-        summary = {
-            "experiment": cfg.experiment, "model": cfg.model.name, "seed": cfg.seed, "steps": cfg.steps,
-            "wall_s": round(wall, 1), "setup_s": round(setup_s, 1),
-            "before": {k: before.get(k) for k in table}, "after": {k: after.get(k) for k in table},
-            "tokens_generated": self.tokens,
-            "tokens_per_s": round(self.tokens / max(self.generating_s, 1e-9), 1),
-            "sync_logprob_max_abs_diff": self.worst_mismatch, "groups": self.ledger.counts()}
-        beside = self.run_dir / "summary.json.partial"
-        beside.write_text(json.dumps(summary, indent=1) + "\n")
-        beside.rename(self.run_dir / "summary.json")
-        self.log.close(summary)
-        self.rewards.stop()
-        if cfg.logging.report:
-            from learner.report import write
-
-            write(self.run_dir)
-        from rich.console import Console
-
-        Console().print(comparison(summary["before"], summary["after"]))
-        print(f"volley: done in {wall:.0f} s; results in {self.run_dir}", flush=True)
+    def restarts(self) -> dict[str, int]:
+        """Actors started again since the program began, by role."""
+        roles = {"generator": self.generators, "learner": self.learner, "reference": self.reference,
+                 "rewards": self.rewards, "rollout_writer": self.rollout_log}
+        return {role: pool.restarts for role, pool in roles.items() if pool}
 
     def sampling(self) -> SamplingParams:
         r = self.cfg.rollout
@@ -447,15 +481,3 @@ def split(values: np.ndarray, groups: list[Group]) -> list[list[float]]:
     """Per-sample values [N] as one list a group."""
     ends = np.cumsum([len(g.meta.lengths) for g in groups])
     return [part.tolist() for part in np.split(values, ends[:-1])]
-
-
-def stop_ids(tokenizer: Any, model_path: str) -> list[int]:
-    """Ids that end a completion: the model's generation config and the tokenizer's own (several in some families)."""
-    file = Path(model_path) / "generation_config.json"
-    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    ids = set(named if isinstance(named, list) else [] if named is None else [named])
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if not ids:
-        raise ConfigError("model.tokenizer", tokenizer.name_or_path, "has no end-of-text token, so no completion ends")
-    return sorted(ids)

@@ -41,6 +41,9 @@ class Pool:
         self.actors[index] = ray.remote(Standin).options(num_cpus=0).remote()
         ray.get(self.actors[index].pid.remote(), timeout=60)  # as the real pool does: ready before work is given
 
+    def silent(self) -> list[Any]:
+        return []
+
     def die(self, index: int) -> None:
         ray.kill(self.actors[index])
 

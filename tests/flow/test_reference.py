@@ -37,18 +37,16 @@ def settings(model_path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def pool(cluster: None, settings: Any) -> Iterator[ReferencePool]:
-    pool = ReferencePool(settings)
+def pool(cluster: None, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferencePool]:
+    pool = ReferencePool(settings, tmp_path_factory.mktemp("run"))
     pool.start()
     yield pool
-    for actor in pool.actors:
-        ray.kill(actor)
+    for member in pool.members:
+        member.end()
 
 
 def worst(pool: ReferencePool, tables: list[pa.RecordBatch], model: Any) -> float:
-    refs = pool.logprobs([ray.put(t) for t in tables])
-    pool.wait(refs)
-    found = ray.get(refs, timeout=60)
+    found = ray.get(pool.logprobs([ray.put(t) for t in tables]), timeout=60)
     assert len(found) == len(tables)
     difference = 0.0
     for table, batch in zip(tables, found, strict=True):

@@ -36,7 +36,7 @@ def values() -> dict[str, float | Stat]:
               "steps": [{"grad_norm": 1.0, "skipped": 0.0, "learning_rate": 1e-3},
                         {"grad_norm": 3.0, "skipped": 1.0, "learning_rate": 2e-3}]}  # fmt: skip
     return step_metrics(groups, scores, batch, result, {"probe_max_abs_diff": 3e-6, "bytes": 64.0}, {"gen": 1.5}, 6,
-                        {"admitted": 4, "trained": 2, "filtered": 0, "in_flight": 1, "queued": 1}, 1)
+                        {"admitted": 4, "trained": 2, "filtered": 0, "in_flight": 1, "queued": 1}, {"generator": 1})
 
 
 def test_every_name_is_defined(values: dict[str, float | Stat]) -> None:
