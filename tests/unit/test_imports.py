@@ -14,9 +14,11 @@ ENGINES = ("ray", "vllm", "deepspeed")
 PURE = (
     "actors.prompts", "actors.records", "actors.staleness",
     "learner.advantages", "learner.algorithms", "learner.batching", "learner.compare", "learner.corpus",
-    "learner.evaluate", "learner.kl", "learner.losses", "learner.regimes", "learner.report", "learner.tokenizer",
+    "learner.evaluate", "learner.guards", "learner.kl", "learner.losses", "learner.regimes", "learner.report",
+    "learner.tokenizer",
     "reward_service.grading", "reward_service.rules",
     "cluster.environment", "cluster.failures", "cluster.health", "cluster.metrics", "cluster.plan", "cluster.progress",
+    "cluster.security",
 )  # fmt: skip
 # Everything between the command line and the first check of the settings.
 FAST = ("learner.config", "learner.main")
