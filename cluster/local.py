@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import Any
 
 from cluster import security
 from cluster.environment import process_env
+from cluster.plan import amount
+
+_session: list[str] = []  # the folder of the local cluster that `connect` started
 
 
 def demand(cfg: Any) -> float:
@@ -20,6 +24,21 @@ def target(cfg: Any) -> str:
     """Address of the running cluster to join; "" for a local one of the run's own."""
     address = cfg.cluster.address
     return {"local": "", "auto": os.environ.get("RAY_ADDRESS", "")}.get(address, address)
+
+
+def store_shortage(need: int) -> str:
+    """A sentence where a local cluster's object store and the disk behind it have no `need` bytes left, else ""."""
+    import ray
+
+    free = int(ray.available_resources().get("object_store_memory", 0))
+    if free >= need or not _session:
+        return ""
+    disk = shutil.disk_usage(_session[0])
+    full = float(os.environ.get("RAY_local_fs_capacity_threshold", "0.95"))  # Ray's: it spills nothing past this share
+    room = max(0, int(full * disk.total) - disk.used)
+    return "" if free + room >= need else (
+        f"Ray's object store has {amount(free)} free and its disk ({_session[0]}) {amount(room)}, but {amount(need)} "
+        "are needed. Raise cluster.object_store_mib, or free space on that disk.")
 
 
 def connect(cfg: Any, namespace: str) -> str:
@@ -37,5 +56,6 @@ def connect(cfg: Any, namespace: str) -> str:
     cpus = cfg.cluster.num_cpus or max(os.cpu_count() or 1, int(-(-demand(cfg) // 1)))
     context = ray.init(address="local", num_cpus=cpus, include_dashboard=cfg.cluster.dashboard,
                        object_store_memory=cfg.cluster.object_store_mib << 20, **common)
+    _session[:] = [context.address_info["session_dir"]]
     where = f"; dashboard at http://{context.dashboard_url}" if context.dashboard_url else ""
     return f"started a local Ray cluster with {cpus} logical CPUs{where}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ def secure_local_cluster() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     # Ray's own switch for "this node is all there is"; without it its services listen on the machine's address.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # PyTorch's, between ranks
     if os.environ["RAY_AUTH_MODE"].lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
     file = token_file()

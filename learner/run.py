@@ -188,4 +188,7 @@ def _first_cause(error: BaseException) -> str:
     cause = getattr(error, "cause", None)
     error = cause if isinstance(cause, BaseException) else error
     text = str(error).strip() or type(error).__name__
+    if type(error).__name__ in ("ObjectStoreFullError", "OutOfDiskError"):
+        return (f"Ray's object store is full, and the disk behind it too: {text.splitlines()[0]} Raise "
+                "cluster.object_store_mib, or free space on the disk of Ray's session folder (/tmp/ray, RAY_TMPDIR).")
     return text if isinstance(error, RunError | ValueError) or "\n" in text else f"{type(error).__name__}: {text}"
