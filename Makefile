@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test check lint bench clean
+.PHONY: help setup run test check lint bench chaos clean
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(if $(shell $(p) -c "import sys" 2>/dev/null && echo ok),$(p))))
 ENGINE ?= auto
@@ -47,6 +47,9 @@ check: lint  ## lint and the fast tests
 
 bench: $(READY)  ## measure; results in benchmarks/results
 	$(PY) -m benchmarks.run $(ARGS)
+
+chaos: $(READY)  ## a run with 100 random kills must end as the quiet one (ARGS="--kills 20")
+	$(PY) -m benchmarks.chaos $(ARGS)
 
 clean:  ## remove .venv and caches (outputs/ stays)
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache

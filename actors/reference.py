@@ -34,6 +34,9 @@ class Reference:
     def __repr__(self) -> str:
         return f"reference-{self.index}"
 
+    def ping(self) -> int:
+        return self.index
+
     def load(self, buckets: list[Bucket]) -> None:
         """Become the policy of these buckets (reference reset)."""
         import torch
@@ -128,15 +131,20 @@ class ReferencePool:
     def __init__(self, cfg: Any, run_dir: Path) -> None:
         self.cfg, self.copy = cfg, run_dir / "reference.safetensors"
         self.is_reset = False
+
+        def ping(actor: Any) -> Any:  # in a thread of its own: an answer says that the process moves
+            return actor.ping.options(concurrency_group="pings").remote()
+
         self.members = [Supervised(f"reference-{i}", partial(self._create, i), cfg.cluster, "cluster.restarts",
-                                   cfg.cluster.restarts, cfg.reference.timeout_s, HINT)
+                                   cfg.cluster.restarts, cfg.reference.timeout_s, HINT, ping)
                         for i in range(cfg.reference.count)]
 
     def _create(self, index: int, suffix: str) -> list[Any]:
         r = self.cfg.reference
         env = process_env(r.gpus) | {"OMP_NUM_THREADS": str(max(1, r.threads))}
         return [ray.remote(Reference).options(name=f"reference-{index}{suffix}", num_cpus=r.cpus, num_gpus=r.gpus,
-                                              runtime_env={"env_vars": env}).remote(index, self.cfg)]
+                                              concurrency_groups={"pings": 1}, runtime_env={"env_vars": env}
+                                              ).remote(index, self.cfg)]
 
     @property
     def restarts(self) -> int:
@@ -181,7 +189,7 @@ class ReferencePool:
             member, operation = self.members[job[0]], f"reference-{job[0]}: {job[1]}"
             while True:
                 try:
-                    get(sent[n][0], self.cfg.reference.timeout_s, operation, HINT)
+                    member.wait(sent[n][0], self.cfg.reference.timeout_s, operation)
                     break
                 except Exception as error:  # noqa: BLE001 - classified
                     member.replace(error, partial(self._catch_up, member))

@@ -20,7 +20,7 @@ from actors.records import GroupMeta, GroupRequest, Published, SamplingParams
 from actors.staleness import sample_seed
 from cluster import failures
 from cluster.environment import generator_env
-from cluster.remote import DeadlineExceeded, get
+from cluster.remote import DeadlineExceeded
 from cluster.supervisor import Supervised
 
 HINT = "the generator's log in the session's logs folder of Ray"
@@ -104,9 +104,8 @@ class GeneratorPool:
     def _proved(self, index: int, ref: Any) -> dict[str, float]:
         """What `_load` found, once the generator holds the weights."""
         member = self.members[index]
-        found = get(ref, self.cfg.generator.sync_timeout_s,
-                    f"{member.name}: update to version {self.published.version}", HINT)
-        return found
+        return member.wait(ref, self.cfg.generator.sync_timeout_s,
+                           f"{member.name}: update to version {self.published.version}")
 
     def revive(self, index: int, why: Exception) -> dict[str, float]:
         """Replace a dead or hung generator by a new one that has proved the current weights."""
@@ -119,7 +118,7 @@ class GeneratorPool:
         """Every generator forgets the groups it works on: the run goes back to a checkpoint."""
         for index, member in enumerate(self.members):
             try:
-                get(member.actor.abandon.remote(), self.cfg.generator.sync_timeout_s, f"{member.name}: abandon", HINT)
+                member.wait(member.actor.abandon.remote(), self.cfg.generator.sync_timeout_s, f"{member.name}: abandon")
             except Exception as error:  # noqa: BLE001 - classified
                 self.published = None  # the next sync brings the new one up to date
                 self.revive(index, error)

@@ -102,10 +102,10 @@ class Supervised:
         while (left := until - time.monotonic()) > 0:
             ready, _ = ray.wait([ref], timeout=min(left, self.health.deadline_s / PROBES), fetch_local=False)
             if ready:
-                break
+                return get(ref, timeout_s, operation, self.hint)
             if error := self.silent():
                 raise error
-        return get(ref, max(1.0, left), operation, self.hint)
+        raise DeadlineExceeded(f"{operation}: no answer within {timeout_s:g} s. Look at {self.hint}.")
 
     def replace(self, why: Exception, catch_up: Callable[[], Any] = lambda: None) -> Any:
         """End it and start it anew, with `catch_up` to bring it up to date; returns what that returns.

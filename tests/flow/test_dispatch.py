@@ -12,18 +12,28 @@ import ray
 
 from actors.records import SamplingParams
 from actors.rollouts import Dispatcher
+from actors.staleness import Ledger
+from learner.run import RunError
+from learner.trainer import Trainer
 
 N = 3
 
 
+REFUSED = 100_003  # the group that the engine does not take
+
+
 class Standin:
-    """Answers a request with its seeds, after `delay_s`."""
+    """Answers a request with its seeds, after `delay_s`; refuses one as vLLM refuses a prompt that is too long."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
 
     def generate(self, request: Any) -> tuple[Any, Any]:
         time.sleep(self.delay_s)
+        if request.group_id == REFUSED:
+            from vllm.exceptions import VLLMValidationError
+
+            raise VLLMValidationError("prompt is too long")
         return SimpleNamespace(group_id=request.group_id, seeds=request.seeds), None
 
     def pid(self) -> int:
@@ -105,3 +115,67 @@ def test_one_that_hangs_past_the_deadline_is_replaced(wanted: dict[int, Any]) ->
     submit(dispatcher, range(8))
     assert drain(dispatcher) == wanted
     assert pool.restarts == 1
+
+
+def test_a_refused_group_is_dropped_with_the_reason(cluster: None) -> None:
+    told: list[tuple[int, str]] = []
+    pool = Pool([0.0])
+    dispatcher = Dispatcher(pool, 0, 60.0, lambda *what: told.append(what))
+    submit(dispatcher, range(REFUSED - 1, REFUSED + 2))
+    assert set(drain(dispatcher)) == {REFUSED - 1, REFUSED + 1}
+    assert told == [(REFUSED, "VLLMValidationError: prompt is too long")] and pool.restarts == 0
+
+
+def test_a_refused_group_stops_what_must_be_whole(cluster: None) -> None:
+    """An evaluation on fewer prompts than asked would be another measure."""
+    dispatcher = Dispatcher(Pool([0.0]), 0, 60.0)
+    submit(dispatcher, range(REFUSED, REFUSED + 1))
+    with pytest.raises(ray.exceptions.RayTaskError, match="prompt is too long"):
+        drain(dispatcher)
+
+
+class Offline:
+    """A dispatcher that finishes all it was given, but for the groups it refuses."""
+
+    def __init__(self, drop: Any, refused: range) -> None:
+        self.drop, self.refused, self.waiting = drop, refused, []
+
+    def submit(self, group_id: int, *_: Any) -> None:
+        self.waiting.append(group_id)
+
+    def finished(self) -> Any:
+        given, self.waiting = self.waiting, []
+        for group_id in given:
+            if group_id in self.refused:
+                self.drop(group_id, "too long")
+            else:
+                yield SimpleNamespace(meta=SimpleNamespace(group_id=group_id))
+
+
+def trainer_with(refused: range) -> Trainer:
+    """As much of a trainer as admits and collects; 4 groups a step."""
+    found = Trainer.__new__(Trainer)
+    found.cfg = SimpleNamespace(rollout=SimpleNamespace(prompts_per_step=4, group_size=2, max_staleness=0),
+                                algorithm=SimpleNamespace(data="policy"))
+    found.ledger, found.queue, found.given, found.refused, found.version = Ledger(), [], {}, 0, 0
+    found.sampler = SimpleNamespace(next=lambda n: [SimpleNamespace(text="")] * n)
+    found.rewards = SimpleNamespace(submit=lambda group: None)
+    found.progress = SimpleNamespace(note=lambda text: None)
+    found.encode, found.sampling = lambda text: [1], lambda: None
+    found.dispatcher = Offline(found.drop, refused)
+    return found
+
+
+def test_others_come_in_place_of_refused_groups_and_the_books_balance() -> None:
+    trainer = trainer_with(range(1, 4))
+    trainer.admit(4)
+    assert [g.meta.group_id for g in trainer.collect(4)] == [0, 4, 5, 6]
+    trainer.ledger.check()
+    assert trainer.ledger.counts() == {"admitted": 7, "trained": 0, "filtered": 3, "in_flight": 0, "queued": 4}
+
+
+def test_data_of_which_nothing_is_taken_ends_the_run() -> None:
+    trainer = trainer_with(range(10_000))
+    trainer.admit(4)
+    with pytest.raises(RunError, match="5 prompts of one step were refused .*too long"):
+        trainer.collect(4)

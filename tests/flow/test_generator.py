@@ -158,3 +158,23 @@ def test_the_same_group_twice_at_once_is_refused(generator: Any) -> None:
     with pytest.raises(RayTaskError, match="group 5 is already running"):
         ray.get(second[0], timeout=WAIT_S)
     assert ray.get(first[0], timeout=WAIT_S).group_id == 5
+
+
+def test_a_prompt_that_is_too_long_is_refused_as_data_and_nothing_else_suffers(generator: Any) -> None:
+    from cluster.failures import classify
+
+    long = GroupRequest(900, "p", list(range(7, 90)) * 4, [1, 2], REQUESTS[0].sampling)
+    with pytest.raises(RayTaskError) as found:
+        generate(generator, [long])
+    assert classify(found.value).kind == "data", found.value
+    assert generate(generator, [request(0)])[0][0].group_id == 0
+
+
+def test_abandoned_groups_are_given_up_and_may_come_again(generator: Any, whole: list[tuple[Any, Any]]) -> None:
+    """A run that goes back to its checkpoint gives the same group ids out again, while the old ones still run."""
+    refs = [generator.generate.options(num_returns=2).remote(r) for r in REQUESTS]
+    given_up = ray.get(generator.abandon.remote(), timeout=WAIT_S)
+    assert given_up > 0
+    again = generate(generator, REQUESTS)
+    assert tokens(again) == tokens(whole)
+    assert [ray.get(meta, timeout=WAIT_S) for meta, _ in refs].count(None) == given_up

@@ -110,6 +110,18 @@ def test_resume_drops_rows_of_steps_made_again_and_a_torn_line(tmp_path: Path) -
     assert [(r["step"], r["actor/lr"]) for r in rows] == [(1, 0.1), (2, 0.2), (3, 9.0)]
 
 
+def test_going_back_inside_a_run_drops_the_rows_of_steps_made_again(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path, run_meta={"seed": 3})
+    for step in (0, 1, 2, 3):
+        log.log(step, {"reward/accuracy": step / 4})
+    log.rewind(1)
+    log.log(2, {"reward/accuracy": 1.0})
+    log.close()
+    header, *rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert header["run"] == {"seed": 3}
+    assert [(r["step"], r["reward/accuracy"]) for r in rows] == [(0, 0.0), (1, 0.25), (2, 1.0)]
+
+
 def test_a_torn_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"schema": "volley-metrics/1"}\n{"st\n{"step": 2}\n')
     with pytest.raises(MetricError, match="line 2"):
