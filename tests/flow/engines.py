@@ -15,6 +15,7 @@ from actors.generator import Generator
 from actors.records import Bucket, GroupMeta, GroupRequest, Probe, SamplingParams, checksum
 from actors.staleness import sample_seed
 from learner.weights import buckets, flatten
+from learner.worker import LearnerRank
 
 WAIT_S = 120.0
 CONTEXT = 224
@@ -110,3 +111,32 @@ def start_generator(name: str, model_path: str, tokenizer: Any) -> Any:
     return ray.remote(BreakableGenerator).options(
         num_cpus=0, max_concurrency=1000, runtime_env={"env_vars": generator_env(cfg.kv_cache_gib)}).remote(
             name, args, [tokenizer.eos_token_id])
+
+
+class SwitchableRank(LearnerRank):
+    """A learner rank that was started with a critic and takes on any algorithm: one engine serves the tests of all."""
+
+    def use(self, algorithm: Any, head: np.ndarray) -> None:
+        """`algorithm`: AlgorithmConfig; `head` float32 [1, hidden]: weights of the critic's value head."""
+        self.kept = getattr(self, "kept", self.critic)
+        self.cfg.algorithm = algorithm
+        self.critic = self.kept if algorithm.critic else None
+        with torch.no_grad():
+            self.kept.model.head.weight.copy_(torch.tensor(head))
+
+    def critic_gradient(self, job: Any) -> dict[str, np.ndarray]:
+        """The gradient of the critic's optimizer step 0, whole, by parameter name; changes no weight."""
+        found: dict[str, np.ndarray] = {}
+
+        def keep(closure: Any = None) -> None:
+            found.update({n: p.grad.numpy().copy() for n, p in self.critic.model.named_parameters()})
+
+        samples = self._load(job)
+        self._old_logprobs(samples, job, {})
+        self._late_advantages(samples, job, {})
+        self.critic.optimizer.step = keep
+        try:
+            self.critic.update(samples, job.micro_batches[0], 0, {})
+        finally:
+            del self.critic.optimizer.step
+        return found

@@ -69,8 +69,8 @@ def batch(model: Any) -> SimpleNamespace:
     statuses[TIMED_OUT[0] * SIZE + TIMED_OUT[1]] = "timeout"
     valid = np.array([s == "ok" for s in statuses])
     values = np.where(valid, np.concatenate(REWARDS), np.nan)
-    blank = [""] * len(statuses)
-    scores = Scores(values, values, values, valid, statuses, blank, [{} for _ in blank], blank)
+    blank, none = [""] * len(statuses), [None] * len(statuses)
+    scores = Scores(values, values, values, valid, statuses, blank, [{} for _ in blank], blank, none, none)
     return SimpleNamespace(tables=tables, references=references, metas=metas, scores=scores)
 
 
