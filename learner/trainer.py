@@ -22,6 +22,7 @@ from actors.rollouts import Dispatcher, GeneratorPool, Group
 from actors.staleness import Ledger, admissible
 from cluster import plan
 from cluster.failures import LearnerLost
+from cluster.local import store_shortage
 from cluster.metrics import MetricLog, flatten
 from cluster.progress import Progress
 from learner import checkpoint, guards, preflight, regimes, resume, summary
@@ -321,6 +322,8 @@ class Trainer:
 
     def sync(self, probe: list[list[int]] | None = None) -> dict[str, float]:
         """Publish the learner's weights as a new version; every generator loads and proves them."""
+        if shortage := store_shortage(plan.published(self.cfg, self.size)):
+            raise RunError(shortage)
         self.version += probe is None
         self.published = published = self.learner.publish(self.version, probe)
         figures = self.generators.sync(published)
