@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from cluster.security import redact_text
 
 SCHEMA = "volley-metrics/1"
 SHARE_SLACK = 1e-9  # rounding of a share that is 1 in exact arithmetic
@@ -219,6 +223,7 @@ class MetricLog:
     """Writes RUN_DIR/metrics.jsonl, wandb and Ray's metrics. The first line of the file names the run and the units.
 
     `resume_step`: rows after this step are dropped first: they belong to steps that will be made again.
+    `settings`: all of the run's, secrets hidden (cluster/security.py), for wandb's table of runs.
     `wandb_id`: from a checkpoint, to go on in the same wandb run; read it back as attribute `wandb_id`.
     """
 
@@ -232,6 +237,7 @@ class MetricLog:
         run_meta: Mapping[str, Any] | None = None,
         wandb_id: str | None = None,
         resume_step: int | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(run_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +248,7 @@ class MetricLog:
         self.gauges: dict[str, Any] | None = {} if ray_metrics else None
         self.wandb_run, self.wandb_id = None, wandb_id
         if wandb != "disabled":
-            self._start_wandb(wandb, wandb_project, dict(run_meta or {}))
+            self._start_wandb(wandb, wandb_project, {**(run_meta or {}), **(settings or {})})
 
     def _begin(self, kept: list[str]) -> None:
         beside = self.path.with_suffix(".tmp")
@@ -260,10 +266,11 @@ class MetricLog:
         import wandb  # seconds to import; only runs that use it pay
 
         settings = wandb.Settings(silent=True, console="off", disable_git=True)
-        self.wandb_run = wandb.init(
-            project=project, mode=mode, dir=str(self.path.parent), name=self.path.parent.name, config=meta,
-            id=self.wandb_id, resume="allow" if self.wandb_id else None, settings=settings,
-        )  # fmt: skip
+        with patch.object(sys, "argv", [redact_text(a) for a in sys.argv]):  # wandb keeps the command line
+            self.wandb_run = wandb.init(
+                project=project, mode=mode, dir=str(self.path.parent), name=self.path.parent.name, config=meta,
+                id=self.wandb_id, resume="allow" if self.wandb_id else None, settings=settings,
+            )  # fmt: skip
         self.wandb_id = self.wandb_run.id
         # Our step is the x-axis of every chart, evaluation included; wandb's own counter would drift from it.
         self.wandb_run.define_metric("step")

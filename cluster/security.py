@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 HIDDEN = "(hidden)"
-_SECRET = re.compile(r"(^|[_-])(token|secret|password|passwd|credentials?|authorization|api[_-]?key)$", re.IGNORECASE)
+_WORDS = r"(?:token|secret|password|passwd|credentials?|authorization|api[_-]?key)"
+_SECRET = re.compile(rf"(?:^|[_-]){_WORDS}$", re.IGNORECASE)
+_GIVEN = re.compile(rf"""(?<![\w-])((?:[\w-]*[_-])?{_WORDS}['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^,}}\]]+)""",
+                    re.IGNORECASE)
 _USERINFO = re.compile(r"(\w://)[^/@\s]+@")
 
 
@@ -27,6 +30,11 @@ def redact(value: Any, key: str = "") -> Any:
     if isinstance(value, str) and value:
         return HIDDEN if _SECRET.search(key) else _USERINFO.sub(rf"\1{HIDDEN}@", value)
     return value
+
+
+def redact_text(text: str) -> str:
+    """An argument of the command line, such as a.api_key=VALUE or a={token: VALUE}, with the values hidden."""
+    return _USERINFO.sub(rf"\1{HIDDEN}@", _GIVEN.sub(rf"\1{HIDDEN}", text))
 
 
 def token_file() -> Path:

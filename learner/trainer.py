@@ -165,6 +165,7 @@ class Trainer:
             self.run_dir, wandb=cfg.logging.wandb, wandb_project=cfg.logging.wandb_project,
             ray_metrics=cfg.logging.ray_metrics,
             run_meta={"experiment": cfg.experiment, "model": cfg.model.name, "seed": cfg.seed, "steps": cfg.steps},
+            settings=self.settings,
             wandb_id=state["wandb_id"] if state and goes_on else None,
             resume_step=state["done"] if state else None)
         self.dispatcher = self.dispatch(self.drop)

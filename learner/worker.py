@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +56,23 @@ class LearnerRank:
         return f"learner-{self.rank}"
 
     def rendezvous(self) -> tuple[str, int]:
-        """(address, free port) of this rank's node, for the process group."""
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return ray.util.get_node_ip_address(), s.getsockname()[1]
+        """(address, port) of this rank, where the process group will meet: kept open, on the node's own address."""
+        address = ray.util.get_node_ip_address()
+        self.listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        return address, self.listener.getsockname()[1]
+
+    def join(self, address: str, port: int) -> None:
+        """The process group of all ranks. PyTorch would have its store listen on every interface, and open to all."""
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=self.cfg.learner.timeout_s)
+        if self.rank == 0:
+            store = dist.TCPStore(address, port, self.world, True, limit, wait_for_workers=False,
+                                  master_listen_fd=self.listener.detach())
+        else:
+            store = dist.TCPStore(address, port, self.world, False, limit)
+        dist.init_process_group("nccl" if self.on_gpu else "gloo", store=store, rank=self.rank, world_size=self.world,
+                                timeout=limit)
 
     def start(self, address: str, port: int, checkpoint: str | None) -> dict[str, float]:
         """Join the process group, load the model (or a checkpoint's state) and build the DeepSpeed engine."""
@@ -72,6 +86,7 @@ class LearnerRank:
 
         torch.set_num_threads(self.cfg.learner.threads or max(1, int(self.cfg.learner.cpus)))
         self.on_gpu = self.cfg.learner.gpus > 0
+        self.join(address, port)
         deepspeed.init_distributed(dist_backend="nccl" if self.on_gpu else "gloo")
         torch.manual_seed(self.cfg.seed)
         model = load_model(self.cfg.model, self.cfg.seed)
@@ -108,6 +123,8 @@ class LearnerRank:
         samples = self._load(job)
         stats: Stats = {}
         a = self.cfg.algorithm
+        if a.data == "sft_samples":  # generators keep the first policy, which this one leaves: nothing to compare
+            job = replace(job, version=-1)
         if job.exact is not None:
             self._exact_kl(job, stats)
         if needs_logprobs(a) or len(job.micro_batches) > 1:

@@ -159,6 +159,17 @@ def test_importing_metrics_and_progress_is_cheap() -> None:
     assert out.stdout.strip() == "set()"
 
 
+def test_wandb_gets_the_settings_and_no_secret_of_the_command_line(tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["main", "steps=3", "reward.options.api_key=sesame"])
+    log = MetricLog(tmp_path, wandb="offline", run_meta={"seed": 3}, settings={"rollout": {"group_size": 8}})
+    assert log.wandb_run.config["rollout"] == {"group_size": 8} and log.wandb_run.config["seed"] == 3
+    log.close()
+    assert sys.argv[2] == "reward.options.api_key=sesame"
+    written = b"".join(p.read_bytes() for p in (tmp_path / "wandb").rglob("*") if p.is_file())
+    assert b"reward.options.api_key=(hidden)" in written and b"sesame" not in written
+
+
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
     first = MetricLog(tmp_path, wandb="offline", run_meta={"seed": 3})
     first.log(1, {"actor/lr": 0.1})

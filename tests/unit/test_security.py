@@ -33,6 +33,16 @@ def test_redact_hides_values_by_key_and_passwords_in_urls() -> None:
     assert security.redact(config) == {**config, "reward": {"options": {"custom": {"mine": mine}}}}
 
 
+@pytest.mark.parametrize("given, hidden", [
+    ("a.b.api_key=abc def", "a.b.api_key=(hidden)"),
+    ("+x={k: 1, token: 'a,b', n: 2}", "+x={k: 1, token: (hidden), n: 2}"),
+    ('x={"hf-token":"abc"}', 'x={"hf-token":(hidden)}'), ("url=https://me:pw@host/p", "url=https://(hidden)@host/p"),
+    ("rollout.max_tokens=24", "rollout.max_tokens=24"), ("model.tokenizer=path", "model.tokenizer=path"),
+    ("secrets=abc", "secrets=abc"), ("mytoken=abc", "mytoken=abc")])
+def test_redact_text(given: str, hidden: str) -> None:
+    assert security.redact_text(given) == hidden
+
+
 def test_a_token_is_made_once_for_its_owner(home: Path) -> None:
     security.secure_local_cluster()
     token = home.read_text()
