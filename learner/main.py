@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import multiprocessing
 import re
+import signal
 import sys
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -209,8 +212,6 @@ def hydra_main(argv: list[str]) -> int:
     runs: list[tuple[str, int]] = []  # (folder or what was wrong, exit status)
 
     def job(node: Any) -> None:
-        from learner.run import execute
-
         try:
             cfg = finish(node)
         except ConfigError as error:
@@ -219,12 +220,31 @@ def hydra_main(argv: list[str]) -> int:
             return
         done = compare.finished(cfg)
         print(f"volley: run {len(runs) + 1}: {cfg.run_dir or cfg.experiment}{': finished already' * done}", flush=True)
-        runs.append((cfg.run_dir, 0 if done else execute(cfg)))
+        runs.append((cfg.run_dir, 0 if done else apart(cfg)))
         if runs[-1][1] == 130:
             raise SystemExit(130)
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     return compare.conclude(runs)
+
+
+def apart(cfg: Config) -> int:
+    """`execute` in a process of its own, so that no run of a sweep finds what another left; returns its exit status.
+
+    Ctrl-C reaches both processes; SIGTERM is passed on. The run's own deadlines end it, so this waits without one."""
+    run = multiprocessing.get_context("spawn").Process(target=_execute, args=(cfg,))
+    run.start()
+    signal.signal(signal.SIGTERM, lambda *_: run.terminate())
+    while run.is_alive():
+        with suppress(KeyboardInterrupt):
+            run.join()
+    return run.exitcode if run.exitcode >= 0 else 128 - run.exitcode
+
+
+def _execute(cfg: Config) -> None:
+    from learner.run import execute
+
+    raise SystemExit(execute(cfg))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_the_shipped_experiments_are_sweeps_of_comparable_runs() -> None:
 
 
 class Fake:
-    """Stands for learner.run.execute: prepares the folder as that does, and ends with the status of its name."""
+    """Stands for learner.main.apart: prepares the folder as that does, and ends with the status of its name."""
 
     def __init__(self, statuses: dict[str, int]) -> None:
         self.statuses, self.done = statuses, []
@@ -129,7 +129,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_failed_run_is_named_loses_no_other_and_is_done_again(
         arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     first = Fake({"grpo-seed1": 1})
-    monkeypatch.setattr(run, "execute", first)
+    monkeypatch.setattr(main, "apart", first)
     assert main.main(arguments) == 1
     assert first.done == ["grpo-seed0", "grpo-seed1", "rloo-seed0", "rloo-seed1"]
     told = capsys.readouterr()
@@ -138,7 +138,7 @@ def test_a_failed_run_is_named_loses_no_other_and_is_done_again(
     table = Path("sweep/comparison.md").read_text()
     assert "| grpo | 1 |" in table and "| rloo | 2 |" in table
     again = Fake({})
-    monkeypatch.setattr(run, "execute", again)
+    monkeypatch.setattr(main, "apart", again)
     assert main.main(arguments) == 0
     assert again.done == ["grpo-seed1"]  # nothing that is finished is repeated
     assert "| grpo | 2 |" in Path("sweep/comparison.md").read_text()
@@ -147,27 +147,27 @@ def test_a_failed_run_is_named_loses_no_other_and_is_done_again(
 def test_a_sweep_that_only_checks_has_nothing_to_compare(
         arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake({})
-    monkeypatch.setattr(run, "execute", fake)
+    monkeypatch.setattr(main, "apart", fake)
     assert main.main([*arguments, "preflight=true"]) == 0
     assert len(fake.done) == 4 and not Path("sweep/comparison.md").exists()
 
 
 def test_other_settings_are_not_taken_for_the_finished_run(
         arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "execute", Fake({}))
+    monkeypatch.setattr(main, "apart", Fake({}))
     once = [a for a in arguments if not a.startswith(("seed=", "steps="))] + ["seed=0"]
     assert main.main([*once, "steps=2"]) == 0
     for changed, count in ((["steps=2", "logging.report=false"], 0), (["steps=2", "optimizer.lr=0.5"], 2),
                            (["steps=3", "optimizer.lr=0.5"], 2)):
         other = Fake({})
-        monkeypatch.setattr(run, "execute", other)
+        monkeypatch.setattr(main, "apart", other)
         assert main.main([*once, *changed]) == 0
         assert len(other.done) == count, changed
 
 
 def test_an_interrupted_sweep_stops(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = Fake({"grpo-seed1": 130})
-    monkeypatch.setattr(run, "execute", stopped)
+    monkeypatch.setattr(main, "apart", stopped)
     with pytest.raises(SystemExit) as caught:
         main.main(arguments)
     assert caught.value.code == 130 and stopped.done == ["grpo-seed0", "grpo-seed1"]
@@ -176,7 +176,7 @@ def test_an_interrupted_sweep_stops(arguments: list[str], monkeypatch: pytest.Mo
 def test_a_run_whose_settings_cannot_work_is_named(
         arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fake = Fake({})
-    monkeypatch.setattr(run, "execute", fake)
+    monkeypatch.setattr(main, "apart", fake)
     assert main.main([*arguments[2:], *arguments[:1], "algorithm=grpo,dr_grpo", "algorithm.beta=0.1"]) == 1
     assert fake.done == ["grpo-seed0", "grpo-seed1"]
     assert "2 of 4 runs failed: algorithm.beta=0.1: a KL coefficient above 0 has no effect" in capsys.readouterr().err
