@@ -98,19 +98,28 @@ class Preflight:
         return f"from {source}" if source else "none is there; the cluster must not ask for one"
 
     def folder(self) -> str:
-        there = existing(self.run_dir)
+        model, all_of_it = plan.published(self.cfg, self.size), plan.disk(self.cfg, self.size)
+        apart = self.cfg.checkpoint.folder
+        if not apart:
+            return self.place("run_dir", self.run_dir, all_of_it)
+        seen = self.place("run_dir", self.run_dir, model)
+        if "://" in apart:
+            return f"{seen}; {apart} is tried when the run starts"
+        return f"{seen}; {self.place('checkpoint.folder', Path(apart).absolute(), all_of_it - model)}"
+
+    def place(self, key: str, folder: Path, need: int) -> str:
+        there = existing(folder)
         try:
             with tempfile.TemporaryFile(dir=there):
                 pass
         except OSError as error:
-            raise PreflightError(f"run_dir={self.run_dir}: nothing can be written in {there}: {error}. Give another "
-                                 "run_dir.") from error
-        need, free = plan.disk(self.cfg, self.size), shutil.disk_usage(there).free
+            raise PreflightError(f"{key}={folder}: nothing can be written in {there}: {error}") from error
+        free = shutil.disk_usage(there).free
         text = f"{plan.amount(need)} of {plan.amount(free)} free in {there}"
         if need > free:
-            raise PreflightError(f"run_dir={self.run_dir}: checkpoints and the model need about {text} "
-                                 f"(checkpoint.keep={self.cfg.checkpoint.keep}). Free some, lower checkpoint.keep, or "
-                                 "give a run_dir on a larger disk.")
+            raise PreflightError(f"{key}={folder}: what the run leaves there needs about {text} (checkpoint.keep="
+                                 f"{self.cfg.checkpoint.keep}). Free some, lower checkpoint.keep, or choose a larger "
+                                 "disk.")
         return text
 
     def object_store(self) -> str:

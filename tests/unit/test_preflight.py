@@ -111,6 +111,21 @@ def test_a_full_disk_and_a_small_shared_memory(checks: Preflight, monkeypatch: p
     assert "cluster.object_store_mib=512" in message and "--shm-size" in message
 
 
+def test_checkpoints_on_a_disk_of_their_own(checks: Preflight, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, whole = plan.published(checks.cfg, checks.size), plan.disk(checks.cfg, checks.size)
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    free = {str(apart): whole - model}
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda p: Usage(0, 0, free.get(str(p), model)))
+    assert "checkpoint.keep=2" in error_of(checks.folder)  # all of it in run_dir
+    checks.cfg.checkpoint.folder = str(apart / "new")
+    checks.folder()
+    free[str(apart)] -= 1
+    assert error_of(checks.folder).startswith(f"checkpoint.folder={apart}/new: ")
+    checks.cfg.checkpoint.folder = "s3://bucket/run"
+    assert "s3://bucket/run is tried" in checks.folder()
+
+
 def test_weights_that_do_not_fit_into_the_store_are_a_note(checks: Preflight) -> None:
     checks.size = plan.ModelSize((257 << 20) // 4)
     checks.object_store()
