@@ -397,7 +397,8 @@ class Trainer:
             self.store.write(self.done, resume.state(self), self.save_tensors, self.cfg.checkpoint)
             shutil.rmtree(self.run_dir / checkpoint.FETCHED, ignore_errors=True)
         except OSError as error:
-            self.progress.note(f"checkpoint of step {self.done}: {error}. Older ones are intact; is there space left?")
+            cause = getattr(error, "cause", error)  # what an actor raised, without Ray's wrapping
+            self.progress.note(f"checkpoint of step {self.done}: {cause}. Older ones are intact; is there space left?")
         self.timing["save"] = time.monotonic() - begun
 
     def save_tensors(self, folder: Path) -> None:
@@ -454,6 +455,7 @@ class Trainer:
                               self.restarts())
         if curriculum := self.sampler.curriculum:
             values["data/curriculum_level"] = float(curriculum.levels[curriculum.position])
+        values["generator/serving"] = float(len(self.generators.serving))
         values["perf/tokens_per_s"] = tokens / self.timing["step"]
         values["perf/gen_tokens_per_s"] = tokens / max(self.timing["gen"], 1e-9)
         self.warned, begun = guards.check(self.cfg.guards, self.warned, flatten(values))
