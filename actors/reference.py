@@ -11,9 +11,10 @@ import pyarrow as pa
 import ray
 
 from actors.records import REFERENCE, ROLLOUT, Bucket, conform, list_lengths, ragged
+from cluster import placement
 from cluster.environment import process_env
 from cluster.remote import get
-from cluster.supervisor import Supervised
+from cluster.supervisor import Supervised, ping, pingable
 
 HINT = "the reference actor's log in the session's logs folder of Ray"
 
@@ -33,9 +34,6 @@ class Reference:
 
     def __repr__(self) -> str:
         return f"reference-{self.index}"
-
-    def ping(self) -> int:
-        return self.index
 
     def load(self, buckets: list[Bucket]) -> None:
         """Become the policy of these buckets (reference reset)."""
@@ -131,10 +129,6 @@ class ReferencePool:
     def __init__(self, cfg: Any, run_dir: Path) -> None:
         self.cfg, self.copy = cfg, run_dir / "reference.safetensors"
         self.is_reset = False
-
-        def ping(actor: Any) -> Any:  # in a thread of its own: an answer says that the process moves
-            return actor.ping.options(concurrency_group="pings").remote()
-
         self.members = [Supervised(f"reference-{i}", partial(self._create, i), cfg.cluster, "cluster.restarts",
                                    cfg.cluster.restarts, cfg.reference.timeout_s, HINT, ping)
                         for i in range(cfg.reference.count)]
@@ -142,9 +136,8 @@ class ReferencePool:
     def _create(self, index: int, suffix: str) -> list[Any]:
         r = self.cfg.reference
         env = process_env(r.gpus) | {"OMP_NUM_THREADS": str(max(1, r.threads))}
-        return [ray.remote(Reference).options(name=f"reference-{index}{suffix}", num_cpus=r.cpus, num_gpus=r.gpus,
-                                              concurrency_groups={"pings": 1}, runtime_env={"env_vars": env}
-                                              ).remote(index, self.cfg)]
+        return [pingable(Reference).options(name=f"reference-{index}{suffix}", runtime_env={"env_vars": env},
+                                            **placement.options(self.cfg, "reference", index)).remote(index, self.cfg)]
 
     @property
     def restarts(self) -> int:

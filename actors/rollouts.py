@@ -18,10 +18,11 @@ from actors.generator import Generator, engine_args
 from actors.prompts import Prompt
 from actors.records import GroupMeta, GroupRequest, Published, SamplingParams
 from actors.staleness import sample_seed
-from cluster import failures
+from cluster import failures, placement
 from cluster.environment import generator_env
+from cluster.health import PROBES
 from cluster.remote import DeadlineExceeded
-from cluster.supervisor import Supervised
+from cluster.supervisor import Supervised, tell
 
 HINT = "the generator's log in the session's logs folder of Ray"
 
@@ -53,19 +54,30 @@ class GeneratorPool:
         self.cfg, self.stop = cfg, stop_token_ids
         self.args = engine_args(cfg.generator, model_path, cfg.model.dtype, max_length, cfg.generator.gpus > 0)
         self.published: Published | None = None
+        self.look_s = cfg.cluster.probe_timeout_s / PROBES  # between looks at the pings while nothing finishes
         g = cfg.generator
         self.members = [
             Supervised(f"generator-{i}", partial(self._create, i), cfg.cluster, "generator.restarts", g.restarts,
-                       g.start_timeout_s, HINT, lambda actor: actor.ping.remote()) for i in range(g.count)]
+                       g.start_timeout_s, HINT, lambda actor: actor.ping.remote(), partial(self._homeless, i))
+            for i in range(g.count)]
+        self.benched: dict[int, Exception] = {}  # lost with its node, and no other has room: why it was lost
 
     def _create(self, index: int, suffix: str) -> list[Any]:
         g = self.cfg.generator
         env = generator_env(g.kv_cache_gib, g.gpus)
         if g.threads:
             env["OMP_NUM_THREADS"] = str(g.threads)
-        options = {"name": f"generator-{index}{suffix}", "num_cpus": g.cpus, "num_gpus": g.gpus,
-                   "max_concurrency": 10_000, "runtime_env": {"env_vars": env}}
+        options = {"name": f"generator-{index}{suffix}", "max_concurrency": 10_000,
+                   "runtime_env": {"env_vars": env}, **placement.options(self.cfg, "generator", index)}
         return [ray.remote(Generator).options(**options).remote(f"generator-{index}", self.args, self.stop)]
+
+    def _homeless(self, index: int) -> bool:
+        return not placement.whole() and any(i != index for i in self.serving)
+
+    @property
+    def serving(self) -> list[int]:
+        """Those that work is given to."""
+        return [i for i in range(len(self.members)) if i not in self.benched]
 
     @property
     def actors(self) -> list[Any]:
@@ -85,16 +97,19 @@ class GeneratorPool:
 
         Raises LearnerLost where the learner died and took the weights along."""
         self.published = published
-        refs = [self._load(i) for i in range(len(self.members))]
+        refs = {i: self._load(i) for i in self.serving}
         found = []
-        for index, ref in enumerate(refs):
+        for index in list(self.benched) if placement.whole() else ():
+            tell(f"{self.members[index].name}: a node has room for it")
+            found.append(self.revive(index, self.benched.pop(index)))
+        for index, ref in refs.items():
             try:
                 found.append(self._proved(index, ref))
             except Exception as error:  # noqa: BLE001 - classified
                 found.append(self.revive(index, error))
             if self.members[index].health.state == "stale":  # it was replaced while the learner was gone
                 self.members[index].health.move("healthy")
-        return {k: max(f[k] for f in found) for k in found[0]}
+        return {k: max(f[k] for f in found if f) for k in next(f for f in found if f)}
 
     def _load(self, index: int) -> Any:
         p = self.published
@@ -108,15 +123,22 @@ class GeneratorPool:
                            f"{member.name}: update to version {self.published.version}")
 
     def revive(self, index: int, why: Exception) -> dict[str, float]:
-        """Replace a dead or hung generator by a new one that has proved the current weights."""
+        """Replace a dead or hung generator by a new one that has proved the current weights. Where no node has room for
+        it the others go on, and `sync` brings it back when one has."""
         def catch_up() -> dict[str, float]:
             return self._proved(index, self._load(index)) if self.published else {}
 
-        return self.members[index].replace(why, catch_up)
+        try:
+            return self.members[index].replace(why, catch_up)
+        except failures.NoRoom as error:
+            tell(f"{error}; the other generators go on, and it comes back when one has")
+            self.benched[index] = why
+            return {}
 
     def abandon(self) -> None:
         """Every generator forgets the groups it works on: the run goes back to a checkpoint."""
-        for index, member in enumerate(self.members):
+        for index in self.serving:
+            member = self.members[index]
             try:
                 member.wait(member.actor.abandon.remote(), self.cfg.generator.sync_timeout_s, f"{member.name}: abandon")
             except Exception as error:  # noqa: BLE001 - classified
@@ -135,8 +157,6 @@ class Dispatcher:
 
     `drop(group_id, reason)` is told of a group that cannot be worked on; without it such a group stops the run."""
 
-    PROBE_S = 5.0  # seconds between looks at the generators' pings while nothing finishes
-
     def __init__(self, pool: GeneratorPool, run_seed: int, timeout_s: float,
                  drop: Callable[[int, str], None] | None = None) -> None:
         self.pool, self.run_seed, self.timeout_s, self.drop = pool, run_seed, timeout_s, drop
@@ -147,10 +167,15 @@ class Dispatcher:
         """Start a group of n completions under policy `version`. Ids must be new."""
         seeds = [sample_seed(self.run_seed, prompt.prompt_id, group_id, i, version) for i in range(n)]
         request = GroupRequest(group_id, prompt.prompt_id, prompt_ids, seeds, sampling)
-        load = [0] * len(self.pool.actors)
+        self._send(_Ticket(prompt, request, self._idlest()))
+
+    def _idlest(self) -> int:
+        """The generator with the fewest groups, of those that serve."""
+        load = dict.fromkeys(self.pool.serving, 0)
         for ticket in self.tickets.values():
-            load[ticket.generator] += 1
-        self._send(_Ticket(prompt, request, load.index(min(load))))
+            if ticket.generator in load:
+                load[ticket.generator] += 1
+        return min(load, key=load.__getitem__)
 
     def _send(self, ticket: _Ticket) -> None:
         ticket.actor = self.pool.actors[ticket.generator]
@@ -166,7 +191,7 @@ class Dispatcher:
         """
         refs = {t.meta_ref: t for t in self.tickets.values()}
         wait_s = max(0.0, min(t.deadline for t in refs.values()) - time.monotonic())
-        ready, _ = ray.wait(list(refs), num_returns=1, timeout=min(wait_s, self.PROBE_S), fetch_local=False)
+        ready, _ = ray.wait(list(refs), num_returns=1, timeout=min(wait_s, self.pool.look_s), fetch_local=False)
         if ready:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
         for ref in ready:
@@ -209,4 +234,5 @@ class Dispatcher:
             self.pool.revive(index, error)
         for other in [t for t in self.tickets.values() if t.generator == index]:
             if other.actor is not self.pool.actors[index]:
+                other.generator = index if index in self.pool.serving else self._idlest()
                 self._send(other)

@@ -29,7 +29,7 @@ from tests.flow.test_loop import QUIET, Run, Starter
 TITLES = {"generator": "ray::Generator", "reference": "ray::Reference", "rewards": "ray::RewardService",
           "learner": "ray::LearnerRank", "rollout_writer": "ray::RolloutWriter"}
 KINDS = (*TITLES, "reward_worker")
-PAUSE_S = 2.0  # longest time from a step's end to the kill: about a step, so that every phase is hit
+PAUSE_S = 0.5  # longest time from a step's end to the kill: about a step, so that every phase is hit
 WAIT_S = 60.0
 # A constant rate, so that the first steps of a run do not depend on how many follow.
 ARGS = [*QUIET, "optimizer.decay=constant", "checkpoint.every=1", "logging.rollouts=-1"]

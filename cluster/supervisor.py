@@ -18,6 +18,9 @@ from cluster import failures
 from cluster.health import PROBES, Health
 from cluster.remote import DeadlineExceeded, get, kill
 
+GRACE_S = 2.0  # between Ray's way of ending a process and SIGKILL
+LOOK_S = 2.0  # between looks at whether a node has room for what is starting
+
 
 @dataclass(frozen=True)
 class Process:
@@ -33,13 +36,27 @@ def here(_: Any = None) -> Process:
     return Process(ray.get_runtime_context().get_node_id(), os.getpid(), psutil.Process().create_time())
 
 
+def pingable(kind: type) -> Any:
+    """A remote class whose pings have a thread of their own: an answer says that the process moves, whatever it is
+    working at."""
+    return ray.remote(concurrency_groups={"pings": 1})(kind)
+
+
+def ping(actor: Any) -> Any:
+    return actor.__ray_call__.options(concurrency_group="pings").remote(here)
+
+
 def end_process(process: Process) -> None:
-    """SIGKILL on this machine: a process that is stopped does not listen to Ray. One that is gone is fine."""
+    """See a process of this machine gone: what Ray was asked to end has GRACE_S for it, then comes SIGKILL, since a
+    process that is stopped does not listen to Ray."""
     with suppress(psutil.NoSuchProcess):
         found = psutil.Process(process.pid)
-        if found.create_time() == process.created:  # else the number belongs to another by now
-            found.kill()
-            psutil.wait_procs([found], timeout=10)
+        if found.create_time() != process.created:  # the number belongs to another by now
+            return
+        _, alive = psutil.wait_procs([found], timeout=GRACE_S)
+        for p in alive:
+            p.kill()
+        psutil.wait_procs(alive, timeout=10)
 
 
 class Supervised:
@@ -48,11 +65,14 @@ class Supervised:
     `create(suffix)` returns the handles; the suffix is new each time, since Ray frees a dead actor's name late.
     `restarts` is the value of the setting `budget`; `cluster` is ClusterConfig. `ping(actor)`: the reference of a
     probe, for actors that answer while they work; `start_s`: how long a start may take; `hint`: what to look at.
+    `homeless()`: whether a start is to be given up, because no node has room and the run goes on without it.
     """
 
     def __init__(self, name: str, create: Callable[[str], list[Any]], cluster: Any, budget: str, restarts: int,
-                 start_s: float, hint: str, ping: Callable[[Any], Any] | None = None) -> None:
+                 start_s: float, hint: str, ping: Callable[[Any], Any] | None = None,
+                 homeless: Callable[[], bool] = lambda: False) -> None:
         self.name, self.create, self.start_s, self.hint, self.ping = name, create, start_s, hint, ping
+        self.homeless = homeless
         self.health = Health(name, budget, restarts, cluster.restart_window_s, cluster.restart_backoff_s,
                              cluster.probe_timeout_s)
         self.actors = create("")
@@ -64,9 +84,13 @@ class Supervised:
         return self.actors[0]
 
     def ready(self) -> None:
-        """Until the constructors have returned. Raises DeadlineExceeded, or what a constructor raised."""
-        self.processes = get([a.__ray_call__.remote(here) for a in self.actors], self.start_s,
-                             f"{self.name}: start", self.hint)
+        """Until the constructors have returned. Raises DeadlineExceeded, NoRoom, or what a constructor raised."""
+        refs = [a.__ray_call__.remote(here) for a in self.actors]
+        until = time.monotonic() + self.start_s
+        while len(ray.wait(refs, num_returns=len(refs), timeout=LOOK_S)[0]) < len(refs) and time.monotonic() < until:
+            if self.homeless():
+                raise failures.NoRoom(f"{self.name}: no node has room for it")
+        self.processes = get(refs, max(0.1, until - time.monotonic()), f"{self.name}: start", self.hint)
 
     def start(self, catch_up: Callable[[], Any] = lambda: None) -> Any:
         """`ready`, then `catch_up`, whose result is returned; one that dies meanwhile is replaced."""
@@ -134,6 +158,10 @@ class Supervised:
                 found = catch_up()
             except failures.LearnerLost:
                 raise
+            except failures.NoRoom:
+                self.end()
+                self.health.move("dead")
+                raise
             except Exception as error:  # noqa: BLE001 - classified at the top
                 why = error
                 continue
@@ -142,7 +170,9 @@ class Supervised:
             return found
 
     def end(self) -> None:
-        """Its processes are gone when this returns, hung ones too; what Ray knows of them follows."""
+        """Its processes are gone when this returns, hung ones too."""
+        for actor in self.actors:
+            kill(actor)
         mine = ray.get_runtime_context().get_node_id()
         for process in self.processes:
             if process.node == mine:
@@ -152,8 +182,6 @@ class Supervised:
             with suppress(RayError):  # the node is gone or out of reach, and the process with it
                 ray.get(ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there).remote(process),
                         timeout=30.0)
-        for actor in self.actors:
-            kill(actor)
         self.processes, self.probe = [], None
 
 

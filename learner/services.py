@@ -13,11 +13,12 @@ from ray.exceptions import RayActorError
 
 from actors.records import check_scored
 from actors.rollouts import Group
+from cluster import placement
 from cluster.environment import process_env
 from cluster.failures import line
 from cluster.health import RestartsExhausted
 from cluster.remote import DeadlineExceeded, get
-from cluster.supervisor import Supervised, tell
+from cluster.supervisor import Supervised, ping, pingable, tell
 from reward_service.service import RewardService
 
 HINT = "the reward service's log in the session's logs folder of Ray"
@@ -30,18 +31,16 @@ class RewardClient:
     def __init__(self, cfg: Any, tokenizer_path: str) -> None:
         self.cfg, self.tokenizer_path = cfg, tokenizer_path
         self.pending: dict[int, tuple[Group, Any]] = {}
-        # Pings have a thread of their own: an answer says that the process moves, whatever it is scoring.
         self.member = Supervised("rewards", self._create, cfg.cluster, "cluster.restarts", cfg.cluster.restarts, 120.0,
-                                 HINT, lambda actor: actor.stats.options(concurrency_group="pings").remote())
+                                 HINT, ping)
 
     def _create(self, suffix: str) -> list[Any]:
         reward = dataclasses.asdict(self.cfg.reward)
         reward["steps"] = self.cfg.data.steps if self.cfg.algorithm.advantage == "process" else ""
         reward["options"] = {"max_tokens": self.cfg.rollout.max_tokens, **reward["options"]}
-        return [ray.remote(RewardService).options(
-            name=f"rewards{suffix}", num_cpus=0.5, concurrency_groups={"pings": 1},
-            runtime_env={"env_vars": {**process_env(), "OMP_NUM_THREADS": "1"}}
-        ).remote(reward, self.tokenizer_path, self.cfg.reward.workers)]
+        return [pingable(RewardService).options(
+            name=f"rewards{suffix}", runtime_env={"env_vars": {**process_env(), "OMP_NUM_THREADS": "1"}},
+            **placement.options(self.cfg, "rewards", 0)).remote(reward, self.tokenizer_path, self.cfg.reward.workers)]
 
     @property
     def restarts(self) -> int:

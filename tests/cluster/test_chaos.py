@@ -43,7 +43,8 @@ def ended_well(run: Run) -> None:
 
 def test_every_kind_of_process_killed(start: Starter, quiet: Run) -> None:
     rng = random.Random(SEED)
-    kinds = rng.sample(KINDS, len(KINDS))
+    # The writer's death is noticed when it has to have written, the last time at the end.
+    kinds = [*rng.sample([k for k in KINDS if k != "rollout_writer"], len(KINDS) - 1), "rollout_writer"]
     run = start("killed", *ARGS, *SHORT, f"steps={STEPS}", "checkpoint.every=3")
     torment(run, kinds, rng)
     ended_well(run)

@@ -43,13 +43,17 @@ class Standin:
 class Pool:
     def __init__(self, delays: list[float]) -> None:
         self.actors = [ray.remote(Standin).options(num_cpus=0).remote(d) for d in delays]
-        self.restarts = 0
+        self.restarts, self.look_s = 0, 5.0
 
     def revive(self, index: int, why: Exception) -> None:
         self.restarts += 1
         ray.kill(self.actors[index])
         self.actors[index] = ray.remote(Standin).options(num_cpus=0).remote()
         ray.get(self.actors[index].pid.remote(), timeout=60)  # as the real pool does: ready before work is given
+
+    @property
+    def serving(self) -> list[int]:
+        return [*range(len(self.actors))]
 
     def silent(self) -> list[Any]:
         return []
