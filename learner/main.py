@@ -221,8 +221,8 @@ def hydra_main(argv: list[str]) -> int:
         done = compare.finished(cfg)
         print(f"volley: run {len(runs) + 1}: {cfg.run_dir or cfg.experiment}{': finished already' * done}", flush=True)
         runs.append((cfg.run_dir, 0 if done else apart(cfg)))
-        if runs[-1][1] == 130:
-            raise SystemExit(130)
+        if runs[-1][1] in (130, 143):  # Ctrl-C, and SIGTERM that came before the run listened to it
+            raise SystemExit(runs[-1][1])
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     return compare.conclude(runs)

@@ -165,12 +165,13 @@ def test_other_settings_are_not_taken_for_the_finished_run(
         assert len(other.done) == count, changed
 
 
-def test_an_interrupted_sweep_stops(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = Fake({"grpo-seed1": 130})
+@pytest.mark.parametrize("status", [130, 143])
+def test_an_interrupted_sweep_stops(arguments: list[str], monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    stopped = Fake({"grpo-seed1": status})
     monkeypatch.setattr(main, "apart", stopped)
     with pytest.raises(SystemExit) as caught:
         main.main(arguments)
-    assert caught.value.code == 130 and stopped.done == ["grpo-seed0", "grpo-seed1"]
+    assert caught.value.code == status and stopped.done == ["grpo-seed0", "grpo-seed1"]
 
 
 def test_a_run_whose_settings_cannot_work_is_named(
