@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test check lint bench chaos clean
+.PHONY: help setup run cluster cluster-stop test check lint bench chaos clean
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(if $(shell $(p) -c "import sys" 2>/dev/null && echo ok),$(p))))
 ENGINE ?= auto
@@ -29,12 +29,18 @@ DONE := $(VENV)/.done
 READY := $(DONE)/ready-$(CHOSEN)
 
 help:  ## what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
 
 setup: $(READY)  ## install everything into .venv (about 4 GB)
 
 run: $(READY)  ## train the default: R1-Zero on the embedded model
 	@$(PY) -m learner.main +experiment=r1_zero $(ARGS)
+
+cluster: $(READY)  ## a Ray cluster on this machine, for `ray job submit` (CPUS=4: logical CPUs)
+	@$(PY) -m cluster.head start $(CPUS)
+
+cluster-stop: $(READY)  ## end it
+	@$(PY) -m cluster.head stop
 
 test: $(READY)  ## all tests; ARGS="tests/unit -x" for some
 	$(PY) -m pytest $(if $(ARGS),$(ARGS),tests)

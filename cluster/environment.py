@@ -12,6 +12,11 @@ from pathlib import Path
 OPS_FOLDER = "torch_extensions"  # inside the virtual environment; filled by `make setup`
 
 
+def ray_folder() -> Path:
+    """Where Ray keeps its sessions, and word of the cluster that `ray start` began on this machine."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+
+
 def process_env(gpus: float = 0.0) -> dict[str, str]:
     """Variables for any process that imports torch, vLLM or DeepSpeed; `gpus` is what that process may use."""
     bin_dir = str(Path(sys.prefix) / "bin")

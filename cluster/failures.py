@@ -34,6 +34,10 @@ class LearnerLost(RuntimeError):
     """The learner, or what it had published, is gone: the run must go back to its last checkpoint."""
 
 
+class NoRoom(RuntimeError):
+    """No node has room for an actor that the run can go on without."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """`kind`: infrastructure | data | bug; `reason`: one line for the user."""

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+from contextlib import suppress
 from typing import Any
 
-from cluster import security
-from cluster.environment import process_env
+from cluster import placement, security
+from cluster.environment import process_env, ray_folder
 from cluster.plan import amount
 
 _session: list[str] = []  # the folder of the local cluster that `connect` started
 
 
-def demand(cfg: Any) -> float:
-    """Logical CPUs that the configuration's actors reserve together."""
-    reference = cfg.reference.count * cfg.reference.cpus if cfg.algorithm.beta > 0 else 0.0
-    generators = cfg.generator.count * cfg.generator.cpus if cfg.stage == "rl" else 0.0
-    return cfg.learner.ranks * cfg.learner.cpus + generators + reference + 1.0  # 1: rewards and small services
-
-
 def target(cfg: Any) -> str:
     """Address of the running cluster to join; "" for a local one of the run's own."""
     address = cfg.cluster.address
-    return {"local": "", "auto": os.environ.get("RAY_ADDRESS", "")}.get(address, address)
+    return {"local": "", "auto": os.environ.get("RAY_ADDRESS") or started_here()}.get(address, address)
+
+
+def started_here() -> str:
+    """Address of the cluster that `ray start` (`make cluster`) began on this machine, where it answers, else ""."""
+    file = ray_folder() / "ray_current_cluster"
+    host, _, port = (file.read_text().strip() if file.is_file() else "").rpartition(":")
+    if not port.isdigit():
+        return ""
+    with suppress(OSError):
+        socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
+        return f"{host}:{port}"
+    return ""
 
 
 def store_shortage(need: int) -> str:
@@ -44,18 +51,24 @@ def store_shortage(need: int) -> str:
 def connect(cfg: Any, namespace: str) -> str:
     """Join or start a cluster; returns one sentence that says which. Actors of the run live in `namespace`."""
     address = target(cfg)
-    if not address:
-        security.secure_local_cluster()
+    mine = address.startswith(("127.", "localhost:", "[::1]:"))
+    if not address or mine:
+        security.secure_local_cluster()  # Ray takes the loopback for the machine's own address, unless told so
+    elif address == started_here() and security.token_source():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # as Ray does for a cluster that it finds by itself
     import ray
 
     common = dict(namespace=namespace, logging_level="ERROR", log_to_driver=False)
     if address:
         ray.init(address=address, **common)
-        return f"joined the Ray cluster at {ray.get_runtime_context().gcs_address}"
+        return (f"joined the Ray cluster at {ray.get_runtime_context().gcs_address} (cluster=local starts one for this "
+                "run alone)")
     os.environ.update(process_env())
-    cpus = cfg.cluster.num_cpus or max(os.cpu_count() or 1, int(-(-demand(cfg) // 1)))
+    need = placement.total([b.resources for b in placement.bundles(cfg)])
+    cpus = cfg.cluster.num_cpus or max(os.cpu_count() or 1, int(-(-need.get("CPU", 0.0) // 1)))
     context = ray.init(address="local", num_cpus=cpus, include_dashboard=cfg.cluster.dashboard,
-                       object_store_memory=cfg.cluster.object_store_mib << 20, **common)
+                       object_store_memory=cfg.cluster.object_store_mib << 20,
+                       resources={n: v for n, v in need.items() if n not in ("CPU", "GPU")}, **common)
     _session[:] = [context.address_info["session_dir"]]
     where = f"; dashboard at http://{context.dashboard_url}" if context.dashboard_url else ""
     return f"started a local Ray cluster with {cpus} logical CPUs{where}"

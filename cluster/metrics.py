@@ -151,6 +151,7 @@ METRICS: dict[str, Metric] = {
     "guard/{name}": M("share", "1 while the warning holds (learner/guards.py), else 0", "last"),
     **{f"{role}/restarts": M("restarts", f"{what} started again since the program began", "last")
        for role, what in ROLES.items()},
+    "generator/serving": M("generators", "generators that work is given to; fewer while a node is lost", "last"),
     "timing_s/{phase}": M("s", "wall time of a phase: gen, reward, ref, adv, update, sync, eval, save", "sum", "verl"),
     "timing_s/step": M("s", "wall time of the whole step", "sum", "verl timing_s/step"),
     "perf/total_num_tokens": M("tokens", "prompt and completion tokens of the step", "sum", "verl"),

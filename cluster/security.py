@@ -70,3 +70,8 @@ def secure_local_cluster() -> None:
     with suppress(FileExistsError):  # another run has just made it
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(secrets.token_hex(32))
+
+
+def token() -> str:
+    """Ray's token itself, "" where there is none."""
+    return os.environ.get("RAY_AUTH_TOKEN") or (token_file().read_text().strip() if token_source() else "")

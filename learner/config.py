@@ -203,11 +203,13 @@ class CheckpointConfig:
 
 @dataclass
 class ClusterConfig:
-    address: str = "auto"  # auto: a running cluster if RAY_ADDRESS names one, else a local one | local | host:port
+    address: str = "auto"  # auto: the cluster of RAY_ADDRESS or of `make cluster`, else a local one | local | host:port
+    strategy: str = "PACK"  # Ray's, for the placement group of all actors: PACK | SPREAD | STRICT_PACK | STRICT_SPREAD
+    resources: dict[str, Any] = field(default_factory=dict)  # Ray's for one actor, by role: {generator: {big: 1}}
+    wait_s: float = 12.0  # for room in the cluster before the run is given up; longer where an autoscaler brings nodes
     num_cpus: int = 0  # logical CPUs of a local cluster; 0: those of the machine
     dashboard: bool = True
     object_store_mib: int = 512
-    start_timeout_s: float = 120.0
     restarts: int = 3  # of any other actor within restart_window_s
     restart_window_s: float = 3600.0
     restart_backoff_s: float = 1.0  # before the second restart within the window; doubles with each further one
@@ -258,8 +260,7 @@ class Config:
 
 CHOICES = {
     "stage": ("rl", "pretrain"),
-    "model.init": ("pretrained", "random"),
-    "model.dtype": ("float32", "bfloat16"),
+    "model.init": ("pretrained", "random"), "model.dtype": ("float32", "bfloat16"),
     "data.kind": ("arithmetic", "reasoning_gym", "files", "corpus"),
     "data.template": ("r1_zero", "short"),
     "algorithm.data": ("policy", "dataset", "pairs", "sft_samples"),
@@ -272,10 +273,9 @@ CHOICES = {
     "algorithm.filter": ("none", "skip_dead", "down_weight", "resample"),
     "data.sampler": ("uniform", "balanced"),
     "reward.combine": ("sum", "product"),
-    "learner.zero_stage": (0, 1, 2, 3),
-    "optimizer.decay": ("constant", "cosine"),
+    "learner.zero_stage": (0, 1, 2, 3), "optimizer.decay": ("constant", "cosine"),
     "generator.weight_backend": ("object_store", "nccl"),
-    "checkpoint.mode": ("max", "min"),
+    "checkpoint.mode": ("max", "min"), "cluster.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
     "logging.wandb": ("offline", "online", "disabled"),
     "logging.progress": ("auto", "live", "plain", "off"),
 }
@@ -298,18 +298,17 @@ RANGES = (
     ("evaluation.samples_during", 1, True), ("evaluation.temperature", 0, False), ("data.heldout_size", 1, True),
     ("data.size", 0, True), ("data.sampler_floor", 0, False), ("data.curriculum_up", 0, False),
     ("data.curriculum_window", 1, True), ("data.curriculum_replay", 0, True),
-    ("algorithm.reference_reset_every", 0, True), ("algorithm.exact_kl_tokens", 0, True),
-    ("data.max_prompt_tokens", 1, True), ("data.max_number", 1, True), ("algorithm.beta", 0, True),
-    ("algorithm.eps_low", 0, True), ("algorithm.eps_high", 0, True), ("cluster.object_store_mib", 80, True),
-    ("cluster.start_timeout_s", 0, False), ("guards.entropy_share", 0, True), ("guards.entropy_accuracy", 0, True),
-    ("guards.length_factor", 0, True), ("guards.length_window", 1, True), ("guards.clip_ratio", 0, True),
-    ("checkpoint.every", 0, True), ("checkpoint.keep", 0, True),
-    ("checkpoint.keep_best", 0, True),
-    ("cluster.num_cpus", 0, True), ("logging.rollouts", -1, True),
-    ("learner.cpus", 0, True), ("learner.gpus", 0, True), ("learner.threads", 0, True), ("generator.cpus", 0, True),
-    ("generator.gpus", 0, True), ("generator.threads", 0, True), ("reference.cpus", 0, True),
-    ("reference.gpus", 0, True), ("algorithm.entropy_coef", 0, True), ("algorithm.tis_cap", 0, False),
-    ("algorithm.dual_clip", 1, False), ("algorithm.gamma", 0, True), ("algorithm.lam", 0, True),
+    ("algorithm.reference_reset_every", 0, True), ("algorithm.exact_kl_tokens", 0, True), ("algorithm.beta", 0, True),
+    ("data.max_prompt_tokens", 1, True), ("data.max_number", 1, True), ("cluster.object_store_mib", 80, True),
+    ("algorithm.eps_low", 0, True), ("algorithm.eps_high", 0, True), ("cluster.wait_s", 0, False),
+    ("guards.entropy_share", 0, True), ("guards.entropy_accuracy", 0, True), ("guards.length_factor", 0, True),
+    ("guards.length_window", 1, True), ("guards.clip_ratio", 0, True), ("checkpoint.every", 0, True),
+    ("checkpoint.keep", 0, True), ("checkpoint.keep_best", 0, True), ("cluster.num_cpus", 0, True),
+    ("logging.rollouts", -1, True), ("learner.cpus", 0, True), ("learner.gpus", 0, True),
+    ("learner.threads", 0, True), ("generator.cpus", 0, True), ("generator.gpus", 0, True),
+    ("generator.threads", 0, True), ("reference.cpus", 0, True), ("reference.gpus", 0, True),
+    ("algorithm.entropy_coef", 0, True), ("algorithm.tis_cap", 0, False), ("algorithm.dual_clip", 1, False),
+    ("algorithm.gamma", 0, True), ("algorithm.lam", 0, True),
 )
 
 
@@ -357,6 +356,10 @@ def validate(cfg: Config) -> None:
         from learner.checkpoint import check_best
 
         check_best(cfg)
+    if cfg.cluster.resources:
+        from cluster.placement import check
+
+        check(cfg.cluster.resources)
     if cfg.resume == "auto" and not cfg.run_dir:
         raise ConfigError("resume", cfg.resume, "needs run_dir, the folder of the run to go on with")
     _check_model(cfg)
@@ -407,7 +410,8 @@ def _check_batches(cfg: Config) -> None:
     if r.prompts_per_step % lr.updates_per_batch:
         raise ConfigError("learner.updates_per_batch", lr.updates_per_batch,
                           f"must divide rollout.prompts_per_step={r.prompts_per_step}, so that every optimizer step "
-                          "trains on whole groups", f"Use one of {_divisors(r.prompts_per_step)}.")
+                          "trains on whole groups", "Use one of "
+                          f"{[d for d in range(1, r.prompts_per_step + 1) if r.prompts_per_step % d == 0]}.")
     if cfg.samples_per_step // lr.updates_per_batch % lr.ranks:
         raise ConfigError("learner.ranks", lr.ranks,
                           f"must divide the {cfg.samples_per_step // lr.updates_per_batch} samples of an optimizer "
@@ -481,10 +485,6 @@ def _check_reward(cfg: Config) -> None:
                           f"unknown rule, expected one of {', '.join(known)}")
     if cfg.reward.max_failure_share > 1:
         raise ConfigError("reward.max_failure_share", cfg.reward.max_failure_share, "expected a share in [0, 1]")
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def table() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from actors.records import Published
-from cluster import failures
+from cluster import failures, placement
 from cluster.environment import process_env
 from cluster.failures import LearnerLost
 from cluster.remote import get
@@ -32,8 +32,9 @@ class LearnerGroup:
         env = process_env(lr.gpus)
         env["OMP_NUM_THREADS"] = str(lr.threads or max(1, int(lr.cpus)))
         actor = ray.remote(LearnerRank)
-        return [actor.options(name=f"learner-{r}{suffix}", num_cpus=lr.cpus, num_gpus=lr.gpus,
-                              runtime_env={"env_vars": env}).remote(r, lr.ranks, self.cfg) for r in range(lr.ranks)]
+        return [actor.options(name=f"learner-{r}{suffix}", runtime_env={"env_vars": env},
+                              **placement.options(self.cfg, "learner", r)).remote(r, lr.ranks, self.cfg)
+                for r in range(lr.ranks)]
 
     @property
     def ranks(self) -> list[Any]:

@@ -38,7 +38,9 @@ class Stopping(threading.Event):
 
 def locate(cfg: Config) -> Path:
     """The run's folder, which may not exist yet; refuses one that holds a run already."""
-    run_dir = Path(cfg.run_dir or f"outputs/{cfg.experiment}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    run_dir = Path(cfg.run_dir or f"outputs/{cfg.experiment}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if not run_dir.is_absolute():
+        run_dir = home(run_dir) / run_dir
     if cfg.resume not in ("never", "auto") and not cfg.run_dir and "://" not in cfg.resume:
         given = Path(cfg.resume).absolute()  # of a run, or of a checkpoint in it: go on there
         run_dir = next((p for p in (given, given.parent.parent) if (p / checkpoint.FOLDER).is_dir()), run_dir)
@@ -47,6 +49,18 @@ def locate(cfg: Config) -> Path:
         raise RunError(f"run_dir={run_dir}: holds a run already. Give another run_dir, or go on with that run: "
                        "resume=auto.")
     return run_dir
+
+
+def home(run_dir: Path, here: Path | None = None) -> Path:
+    """Where a relative run_dir lies: in the current folder `here`. That of a submitted job is Ray's copy, which goes
+    with the job; VOLLEY_HOME, set by `make cluster` and cluster/submit.py, says where instead."""
+    here = here or Path.cwd()
+    if "runtime_resources" not in here.parts:
+        return here
+    if given := os.environ.get("VOLLEY_HOME"):
+        return Path(given)
+    raise RunError(f"run_dir={run_dir}: is relative, and the folder of a submitted job is a copy that Ray deletes. "
+                   "Give an absolute one, on a disk that every node sees, or VOLLEY_HOME in the runtime environment.")
 
 
 def prepare(cfg: Config, run_dir: Path | None = None) -> Path:
@@ -101,6 +115,7 @@ def execute(cfg: Config) -> int:
 
 def _run(cfg: Config, run_dir: Path, started: float, stopping: Stopping, store: checkpoint.Store,
          saved: Path | None) -> None:
+    from cluster import placement
     from cluster.local import connect
 
     if cfg.stage == "rl":
@@ -108,6 +123,8 @@ def _run(cfg: Config, run_dir: Path, started: float, stopping: Stopping, store: 
 
         algorithms.check(cfg.algorithm)  # slow to import, hence not among the checks of the settings
     print(f"volley: {connect(cfg, namespace=run_dir.name)}", flush=True)
+    if places := placement.reserve(cfg):
+        print(f"volley: {places}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: _terminate(stopping))  # Ray has just put a handler of its own there
     if cfg.stage == "pretrain":
         from learner.pretrain import pretrain

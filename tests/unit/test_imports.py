@@ -17,8 +17,8 @@ PURE = (
     "learner.evaluate", "learner.guards", "learner.kl", "learner.losses", "learner.regimes", "learner.report",
     "learner.tokenizer",
     "reward_service.grading", "reward_service.rules",
-    "cluster.environment", "cluster.failures", "cluster.health", "cluster.metrics", "cluster.plan", "cluster.progress",
-    "cluster.security",
+    "cluster.environment", "cluster.failures", "cluster.health", "cluster.metrics", "cluster.placement", "cluster.plan",
+    "cluster.progress", "cluster.security",
 )  # fmt: skip
 # Everything between the command line and the first check of the settings.
 FAST = ("learner.config", "learner.main")

@@ -1,0 +1,152 @@
+"""`python -m cluster.submit +experiment=r1_zero ...`: send a run to a cluster as a Ray job and follow its log.
+
+What `ray job submit --working-dir . -- python -m learner.main ...` does, with everything checked that would otherwise
+be told by a job that has failed: settings, address, token, Ray's version, room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster import head, placement, security
+from learner.config import Config, ConfigError
+from learner.main import ROOT, load
+
+ANSWER_S = 15.0  # for one request
+AUTOSCALED_S = 30.0  # who waits for room longer than this expects an autoscaler to make some
+LOOPBACK = ("http://127.0.0.1:", "http://localhost:", "http://[::1]:")
+
+
+class SubmitError(RuntimeError):
+    """Nothing was sent; the message says why and what to do."""
+
+
+def find_address(given: str = "") -> str:
+    """The job API's address: as given, of RAY_API_SERVER_ADDRESS, of an http RAY_ADDRESS, or of `make cluster`."""
+    named = given or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
+    if named.startswith("http"):
+        return named.rstrip("/")
+    if named:
+        raise SubmitError(f"address={named}: expected that of the job API, such as http://HEAD:8265. Give --address, "
+                          "or set RAY_API_SERVER_ADDRESS.")
+    if found := head.running():
+        return found["dashboard"]
+    raise SubmitError("no cluster is named and none of `make cluster` is running here. Start one with `make cluster`, "
+                      "or give --address http://HEAD:8265.")
+
+
+def ask(address: str, path: str) -> dict[str, Any]:
+    """The JSON that the dashboard answers; the token is sent once it is asked for. Raises SubmitError."""
+    import requests
+
+    answer = None
+    for mode in (os.environ.get("RAY_AUTH_MODE", ""), "token"):
+        headers = {"Authorization": f"Bearer {security.token()}"} if mode == "token" and security.token_source() else {}
+        try:
+            answer = requests.get(address + path, headers=headers, timeout=ANSWER_S)
+        except requests.RequestException as error:
+            raise SubmitError(f"{address}: no answer: {error}. Is the head node up (`ray status` there), and its "
+                              "dashboard's port open to this machine?") from error
+        if answer.status_code not in (401, 403):
+            break
+        os.environ["RAY_AUTH_MODE"] = "token"  # for what follows, Ray's own client included
+    if answer.status_code in (401, 403):
+        source = security.token_source()
+        raise SubmitError(f"{address} asks for a token, and " + (
+            f"refuses that of {source}. Put the cluster's there" if source else "none is there. Put the cluster's into "
+            f"{security.token_file()}, or set RAY_AUTH_TOKEN") + " (`ray get-auth-token` on its head node prints it).")
+    if answer.status_code != 200:
+        raise SubmitError(f"{address}{path}: answered {answer.status_code}: {answer.text[:300]}. Is it a dashboard?")
+    return answer.json()
+
+
+def check_version(theirs: str) -> None:
+    import ray
+
+    if theirs != ray.__version__:
+        raise SubmitError(f"the cluster runs Ray {theirs}, this environment {ray.__version__}: they must be the same. "
+                          "Set up its nodes from the same requirements/*.lock, or use their environment here.")
+
+
+def check_room(cfg: Config, nodes: list[dict[str, float]]) -> None:
+    """Against all that the nodes have, free or not: what is in use may become free. Raises SubmitError."""
+    wanted, have = placement.bundles(cfg), placement.total(nodes)
+    need = placement.total([b.resources for b in wanted])
+    if cfg.cluster.wait_s <= AUTOSCALED_S and any(have.get(name, 0.0) + 1e-9 < value for name, value in need.items()):
+        raise SubmitError(f"the run {placement.shortage(wanted, nodes, have, cfg.cluster.strategy)} Lower "
+                          "generator.count, learner.ranks or their cpus and gpus, add nodes, or raise cluster.wait_s "
+                          f"above {AUTOSCALED_S:g} where an autoscaler brings some.")
+
+
+def environment(cfg: Config, address: str) -> dict[str, Any]:
+    """The job's runtime environment: this code, time to end well, and where a relative run_dir is. A cluster elsewhere
+    does not see this machine's disk."""
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(head.JOB_STOP_S)}
+    if address.startswith(LOOPBACK):
+        variables["VOLLEY_HOME"] = str(Path.cwd())
+    elif not Path(cfg.run_dir).is_absolute():
+        raise SubmitError(f"run_dir={cfg.run_dir}: expected an absolute folder on a disk that the cluster's nodes see.")
+    return {"working_dir": str(ROOT), "env_vars": variables}
+
+
+def submit(arguments: list[str], address: str) -> tuple[Any, str]:
+    """(client, id of the job) once everything is checked and sent."""
+    cfg = load(arguments)
+    check_version(ask(address, "/api/version")["ray_version"])
+    found = ask(address, "/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
+    check_room(cfg, [node["resources_total"] for node in found if node["state"] == "ALIVE"])
+    runtime_env = environment(cfg, address)
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(address)
+    try:
+        job = client.submit_job(entrypoint=shlex.join(["python", "-m", "learner.main", *arguments]),
+                                runtime_env=runtime_env, metadata={"experiment": cfg.experiment})
+    except RuntimeError as error:
+        if "agent" in str(error).lower():
+            raise SubmitError(f"{address} has no agent that could start the job: {str(error)[:300]}. The agent of the "
+                              "head node has ended: see dashboard_agent.log in its session's logs folder of Ray, free "
+                              "its ports or memory, and start the head anew.") from error
+        raise SubmitError(f"{address} refused the job: {str(error)[:600]}") from error
+    return client, job
+
+
+async def follow(client: Any, job: str) -> None:
+    async for lines in client.tail_job_logs(job):
+        print(lines, end="", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: that of the job (0 done, 1 failed or stopped), 2 where nothing was sent."""
+    parser = argparse.ArgumentParser(prog="cluster.submit", description="Send a run to a cluster as a Ray job.")
+    parser.add_argument("--address", default="", help="of the job API: http://HEAD:8265")
+    parser.add_argument("--no-wait", action="store_true", help="do not follow the log")
+    given, arguments = parser.parse_known_args(argv)
+    try:
+        address = find_address(given.address)
+        client, job = submit(arguments, address)
+    except (SubmitError, ConfigError) as error:
+        print(f"volley: error: {error}", file=sys.stderr)
+        return 2
+    print(f"volley: {address} runs it as job {job}; `ray job stop {job}` ends it after its step, with a checkpoint",
+          flush=True)
+    if given.no_wait:
+        return 0
+    try:
+        asyncio.run(follow(client, job))
+    except KeyboardInterrupt:
+        print(f"\nvolley: the job goes on: `ray job logs --follow {job}`", file=sys.stderr)
+        return 0
+    status = client.get_job_status(job)
+    print(f"volley: job {job}: {status.value}")
+    return int(status.value != "SUCCEEDED")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
