@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from safetensors.numpy import load_file
 
 from tests.flow.test_loop import QUIET, ROOT, RUN_S, Run, Starter
 
@@ -130,34 +129,48 @@ def test_a_run_keeps_to_itself(start: Starter, tmp_path: Path, monkeypatch: pyte
 
 # ---- full disks, full stores ---------------------------------------------------------------------------------
 
-# Runs the program with its checkpoints on a disk of its own of `size`, in a namespace where that may be mounted, and
-# copies what is on it at the end.
+# Runs the program with its checkpoints on a disk of its own, in a namespace where one may be mounted; after the first
+# checkpoint something else fills that disk, but for `room` bytes.
 SMALL_DISK = """
-import subprocess, sys
-folder, size, *args = sys.argv[1:]
-script = ('mount -t tmpfs -o size=$2 tmpfs "$1/checkpoints" || exit 77; shift 2; "$@"; status=$?; '
-          'cp -r "$0/checkpoints" "$0/kept"; ls -A "$0/checkpoints" > "$0/names"; exit $status')
-raise SystemExit(subprocess.call(["unshare", "-rm", "sh", "-c", script, folder, folder, size,
-                                  sys.executable, "-m", "learner.main", *args]))
+import json, os, subprocess, sys, time
+from pathlib import Path
+
+disk, room, *args = sys.argv[1:]
+if os.environ.get("INSIDE") is None:
+    raise SystemExit(subprocess.call(["unshare", "-rm", sys.executable, *sys.argv], env={**os.environ, "INSIDE": "1"}))
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", disk], check=True)
+run = subprocess.Popen([sys.executable, "-m", "learner.main", *args, f"checkpoint.folder={disk}"])
+while run.poll() is None and not Path(disk, "step_00001", "manifest.json").exists():
+    time.sleep(0.02)
+free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+Path(disk, "filler").write_bytes(bytes(max(0, free - int(room))))
+status = run.wait()
+
+from learner.checkpoint import verify
+
+verify(Path(disk, "step_00001"))
+print("on the disk:", sorted(os.listdir(disk)))
+raise SystemExit(status)
 """
+CHECKPOINT = 12 * 969_920  # bytes of tensors
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(start: Starter, tmp_path: Path) -> None:
-    """Room for one checkpoint and a half (11.6 MB each): the second does not fit beside the first."""
+@pytest.mark.parametrize("room, words", [(CHECKPOINT - 8192, "about 11 MiB are needed, 11 MiB are free"),
+                                         (CHECKPOINT + 4096, "No space left on device")], ids=["seen", "met"])
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(start: Starter, tmp_path: Path, room: int, words: str) -> None:
+    """Seen before anything is written, or met in the middle of a file: the run goes on, the first checkpoint stays."""
     probe = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True)
     if probe.returncode:
         pytest.skip(f"no file system can be mounted here: {probe.stderr.strip()}")
-    program, folder = tmp_path / "small_disk.py", start.folder / "full"
+    program, disk = tmp_path / "small_disk.py", tmp_path / "disk"
     program.write_text(SMALL_DISK)
-    (folder / "checkpoints").mkdir(parents=True)
-    run = start("full", *QUIET, "checkpoint.every=1", program=(str(program), str(folder), "18m"))
+    disk.mkdir()
+    run = start(f"full{room}", *QUIET, "checkpoint.every=1", program=(str(program), str(disk), str(room)))
     assert run.wait() == 0, run.output
-    assert run.output.count("Older ones are intact") == 2, run.output
-    assert "checkpoint of step 2: about 11 MiB are needed" in run.output
-    assert (folder / "names").read_text().split() == ["step_00001"]
-    kept = folder / "kept" / "step_00001"
-    assert (kept / "manifest.json").is_file() and load_file(kept / "policy.safetensors")
-    assert (folder / "summary.json").is_file() and "Traceback" not in run.output
+    assert run.output.count("Older ones are intact") == 2 and run.output.count(words) == 2, run.output
+    assert "checkpoint of step 2: " in run.output and "checkpoint of step 3: " in run.output
+    assert "on the disk: ['filler', 'step_00001']" in run.output
+    assert run.summary()["groups"]["trained"] == 12 and "Traceback" not in run.output
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +199,7 @@ def test_a_full_object_store(start: Starter, large: Path, tmp_path: Path, thresh
     assert run.wait() == status, run.output
     assert "two versions of the weights" in run.output
     if status:
-        assert "cluster.object_store_mib=80" in run.output.splitlines()[-2], run.output
+        assert run.output.splitlines()[-2].startswith("volley: error: Ray's object store has "), run.output
+        assert "150 MiB are needed. Raise cluster.object_store_mib" in run.output
         assert "Traceback" not in run.output and time.monotonic() - began < 150
     assert run.processes() == []
