@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import cluster.local
+import cluster.placement
 from learner import main, run
 
 KEPT = "generator-"
@@ -60,6 +61,7 @@ def main_loop(folder: Path, jobs: dict[str, list[str]]) -> None:
     secure_local_cluster()  # before Ray is imported
     keep_generators()
     cluster.local.connect = connect
+    cluster.placement.reserve = lambda _: ""  # the generators outlive a run, and would hold its place
     close, run._close = run._close, end_actors
     status = {}
     for name, args in jobs.items():
