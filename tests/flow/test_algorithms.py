@@ -25,7 +25,7 @@ SMALL = [
     f"steps={STEPS}", f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={SIZE}", "rollout.max_tokens=72",
     "reward=tiny", "+reward.rules.cosine_length=0.5", "reward.workers=1", "data.template=short",
     "data.max_prompt_tokens=40", "data.heldout_size=2", "evaluation.samples=2", "optimizer.lr=1e-3",
-    "generator.threads=1", "learner.threads=1", "checkpoint.every=0", "cluster.dashboard=false",
+    "generator.threads=1", "learner.threads=1", "checkpoint.every=0", "cluster=local", "cluster.dashboard=false",
     "logging.wandb=disabled", "logging.ray_metrics=false", "logging.report=false", "logging.progress=plain"]
 GIVEN = ("sft", "dpo")  # learn from answers that are given, which the test reads back
 DEADLINE_S = 60 + 40 * len(NAMES)
