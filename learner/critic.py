@@ -56,9 +56,9 @@ class Critic:
         numel = sum(p.numel() for p in model.parameters())
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer,
                                                config=deepspeed_config(cfg, numel))
-        tensors.start_count_at_zero(self.optimizer)
+        tensors.prepare(self.engine, self.optimizer)
         if saved:
-            tensors.load_optimizer(saved, model, self.optimizer, cfg.learner.zero_stage)
+            tensors.load_optimizer(saved, model, self.optimizer)
 
     def evaluate(self, batch: MicroBatch) -> None:
         """Set each sample's values under the critic as it stands (call without gradient)."""

@@ -14,25 +14,32 @@ from torch import nn
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def start_count_at_zero(optimizer: torch.optim.Optimizer) -> None:
-    """ZeRO makes its optimizer state by a step on zero gradients, which AdamW counts: its first real step would then
-    be corrected as its second. With this every stage starts alike."""
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"] = torch.zeros_like(torch.as_tensor(state["step"], dtype=torch.float32))
+def prepare(engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Make AdamW's state, at zero, for a new engine. DeepSpeed leaves that to the first step, but a checkpoint may be
+    written before it, or loaded in place of it; and where the first step is skipped, it would never be linked."""
+    # ZeRO-3 shows the optimizer its partitions only while it steps.
+    held = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None) or [
+        p for group in optimizer.param_groups for p in group["params"]]
+    for p in held:
+        optimizer.state[p] = {"step": torch.tensor(0.0), **{m: torch.zeros_like(p.detach()) for m in MOMENTS}}
+    if masters := getattr(engine.optimizer, "fp32_groups", None):  # bfloat16 without ZeRO
+        for low, high in zip(engine.optimizer.fp16_groups, masters, strict=True):
+            for p, master in zip(low, high, strict=True):
+                p.master = master
+    link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link is not None:  # ZeRO-1 and 2
+        link()
 
 
-def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, zero_stage: int, rank: int) -> None:
+def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     """Write `path`: param/NAME, exp_avg/NAME, exp_avg_sq/NAME and step. Raises OSError, on a full disk for one."""
     tensors: dict[str, torch.Tensor] = {}
     for name, p in module.named_parameters():
-        whole = {"param": _parameter(p, zero_stage)} | {m: _moment(p, m, optimizer, zero_stage) for m in MOMENTS}
+        whole = {"param": _parameter(p)} | {m: _moment(p, m, optimizer) for m in MOMENTS}
         if rank == 0:
-            tensors |= {f"{k}/{name}": v.detach().float().cpu().contiguous().clone()
-                        for k, v in whole.items() if v is not None}
-    steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]
+            tensors |= {f"{k}/{name}": v.detach().float().cpu().contiguous().clone() for k, v in whole.items()}
     if rank == 0:
-        tensors["step"] = torch.tensor([max(steps, default=0.0)])
+        tensors["step"] = torch.tensor([max(float(s["step"]) for s in optimizer.state.values())])
         write(path, tensors)
 
 
@@ -56,40 +63,50 @@ def load_weights(path: Path, module: nn.Module) -> None:
             p.copy_(file.get_tensor(f"param/{name}"))
 
 
-def load_optimizer(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, zero_stage: int) -> None:
-    """Put the saved moments and step count into a wrapped module's optimizer; float32 masters too where weights are
-    held in less."""
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+def load_optimizer(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put the saved moments and step count into a wrapped module's optimizer (after `prepare`); float32 masters too
+    where weights are held in less."""
     from safetensors import safe_open
 
-    with safe_open(path, "pt") as file:
-        names = set(file.keys())
-        step = file.get_tensor("step")[0].clone()
+    with safe_open(path, "pt") as file, torch.no_grad():
         for name, p in module.named_parameters():
-            if f"exp_avg/{name}" not in names:  # saved before the first step
-                continue
-            values = {m: file.get_tensor(f"{m}/{name}") for m in MOMENTS}
-            if zero_stage == 0:
-                optimizer.state[p] = {"step": step.clone(), **{m: v.clone() for m, v in values.items()}}
-                continue
-            for m, v in values.items():
-                safe_set_full_optimizer_state(p, v, m)
+            for m in MOMENTS:
+                _put(p, file.get_tensor(f"{m}/{name}"), m, optimizer)
             if p.dtype != torch.float32:
-                safe_set_full_fp32_param(p, file.get_tensor(f"param/{name}"))
+                _put(p, file.get_tensor(f"param/{name}"), None, optimizer)
+        step = file.get_tensor("step")[0]
     for state in optimizer.state.values():
-        if "step" in state:
-            state["step"] = step.clone()
+        state["step"].copy_(step)
 
 
-def _parameter(p: nn.Parameter, zero_stage: int) -> Any:
+def _managed(p: nn.Parameter) -> bool:
+    """Whether DeepSpeed's ZeRO holds this parameter's master and moments, in parts."""
+    return hasattr(p, "ds_id") or hasattr(p, "_hp_mapping")
+
+
+def _parameter(p: nn.Parameter) -> torch.Tensor:
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return p if zero_stage == 0 else safe_get_full_fp32_param(p)
+    return safe_get_full_fp32_param(p) if _managed(p) else getattr(p, "master", p)
 
 
-def _moment(p: nn.Parameter, name: str, optimizer: torch.optim.Optimizer, zero_stage: int) -> Any:
+def _moment(p: nn.Parameter, name: str, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    if zero_stage == 0:
-        return optimizer.state.get(p, {}).get(name)
-    return safe_get_full_optimizer_state(p, name)
+    return safe_get_full_optimizer_state(p, name) if _managed(p) else optimizer.state[getattr(p, "master", p)][name]
+
+
+def _put(p: nn.Parameter, value: torch.Tensor, moment: str | None, optimizer: torch.optim.Optimizer) -> None:
+    """Set a moment of a parameter, or (None) its master, from the whole value."""
+    from deepspeed import utils as ds
+
+    if hasattr(p, "ds_id"):  # ZeRO-3: shares of equal size, the last one padded, which safe_set_full_* does not know
+        share, rank = p.ds_tensor.numel(), torch.distributed.get_rank()
+        padded = nn.functional.pad(value.flatten(), (0, share * torch.distributed.get_world_size() - value.numel()))
+        mine = padded.narrow(0, share * rank, share)
+        ds.safe_set_local_optimizer_state(p, mine, moment) if moment else ds.safe_set_local_fp32_param(p, mine)
+    elif hasattr(p, "_hp_mapping"):
+        ds.safe_set_full_optimizer_state(p, value, moment) if moment else ds.safe_set_full_fp32_param(p, value)
+    else:
+        master = getattr(p, "master", p)
+        (optimizer.state[master][moment] if moment else master).copy_(value)

@@ -103,9 +103,9 @@ class LearnerRank:
         numel = sum(p.numel() for p in self.policy.parameters())
         self.engine, *_ = deepspeed.initialize(model=self.policy, optimizer=self.optimizer,
                                                config=deepspeed_config(self.cfg, numel))
-        tensors.start_count_at_zero(self.optimizer)
+        tensors.prepare(self.engine, self.optimizer)
         if saved:
-            tensors.load_optimizer(saved, self.policy, self.optimizer, self.cfg.learner.zero_stage)
+            tensors.load_optimizer(saved, self.policy, self.optimizer)
         self.device = self.engine.device
         self.zero3 = self.cfg.learner.zero_stage == 3
         self.probe_ids: list[list[int]] = []
@@ -318,10 +318,10 @@ class LearnerRank:
         """Weights and optimizer state of policy and critic, as a checkpoint holds them (learner/tensors.py)."""
         from learner import tensors
 
-        stage, there = self.cfg.learner.zero_stage, Path(folder)
-        tensors.save(there / "policy.safetensors", self.policy, self.optimizer, stage, self.rank)
+        there = Path(folder)
+        tensors.save(there / "policy.safetensors", self.policy, self.optimizer, self.rank)
         if self.critic:
-            tensors.save(there / "critic.safetensors", self.critic.model, self.critic.optimizer, stage, self.rank)
+            tensors.save(there / "critic.safetensors", self.critic.model, self.critic.optimizer, self.rank)
 
     def save_model(self, directory: str, tokenizer: Any) -> None:
         """Write the policy as a Hugging Face directory (safetensors), beside and then renamed, by rank 0."""
