@@ -82,8 +82,9 @@ def execute(cfg: Config) -> int:
     os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")  # else SIGTERM waits 30 s while Ray starts
     started = time.monotonic()
     try:
-        stopping.run_dir = run_dir = locate(cfg)
+        run_dir = locate(cfg)
         if not cfg.preflight:
+            stopping.run_dir = run_dir  # a check cleans nothing up there: a run may be going on
             print(f"volley: {cfg.experiment} -> {run_dir}", flush=True)
         from learner import preflight  # a second or two, hence after the first line
 
