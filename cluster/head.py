@@ -23,7 +23,7 @@ from cluster.environment import process_env, ray_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S, STOP_S = 90.0, 20.0
-GCS_PORT, DASHBOARD_PORT = 6379, 8265  # Ray's usual ones; taken, others are
+GCS_PORT, DASHBOARD_PORT, AGENT_PORT = 6379, 8265, 52365  # Ray's usual ones; where one is taken, another
 JOB_STOP_S = 15  # from SIGTERM to SIGKILL of `ray job stop`: longer than a run takes to end (learner/run.py)
 OBJECT_STORE_MIB = 512
 
@@ -47,7 +47,8 @@ def command(cpus: int) -> list[str]:
     """`ray start` of the head node; `cpus` are logical: shares that actors reserve, not cores."""
     return [str(Path(sys.prefix) / "bin" / "ray"), "start", "--head", "--block", "--disable-usage-stats",
             f"--port={free_port(GCS_PORT)}", "--dashboard-host=127.0.0.1",
-            f"--dashboard-port={free_port(DASHBOARD_PORT)}", "--include-dashboard=true", f"--num-cpus={cpus}",
+            f"--dashboard-port={free_port(DASHBOARD_PORT)}", "--include-dashboard=true",
+            f"--dashboard-agent-listen-port={free_port(AGENT_PORT)}", f"--num-cpus={cpus}",
             f"--object-store-memory={OBJECT_STORE_MIB << 20}"]
 
 
@@ -60,6 +61,14 @@ def free_port(usual: int) -> int:
         except OSError:
             probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def answers(options: dict[str, str]) -> bool:
+    """Whether the agent listens. `options`: of `ray start`."""
+    with suppress(OSError):
+        socket.create_connection(("127.0.0.1", int(options["dashboard-agent-listen-port"])), 1.0).close()
+        return True
+    return False
 
 
 def start(cpus: int) -> int:
@@ -81,7 +90,8 @@ def start(cpus: int) -> int:
              "address": f"127.0.0.1:{options['port']}", "dashboard": f"http://127.0.0.1:{options['dashboard-port']}"}
     record().write_text(json.dumps(about))
     deadline = time.monotonic() + START_S
-    while "Ray runtime started" not in log.read_text(errors="replace"):
+    # The agent, which starts jobs, comes up some seconds after the rest.
+    while not ("Ray runtime started" in log.read_text(errors="replace") and answers(options)):
         if process.poll() is not None or time.monotonic() > deadline:
             stop()
             print(f"volley: error: Ray did not start within {START_S:g} s. Its last words, from {log}:\n"

@@ -109,6 +109,8 @@ ROLES = {
 }  # fmt: skip
 # A name may end in {placeholder}: it then covers a family, such as reward_part/accuracy.
 METRICS: dict[str, Metric] = {
+    "step": M("steps", "the step that was written last; in every row", "last"),
+    "time": M("s", "when that was, since 1970: a run that writes nothing for long is stalled", "last"),
     "reward": M("reward", "total reward of a completion with status ok", "spread", "verl critic/rewards/*, TRL reward"),
     "reward/group_std": M("reward", "standard deviation of the reward inside a group", "mean", "TRL reward_std"),
     "reward/zero_std_share": M("share", "groups whose rewards are all equal", "mean", "TRL frac_reward_zero_std"),
@@ -280,13 +282,14 @@ class MetricLog:
     def log(self, step: int, values: Mapping[str, float | Stat]) -> dict[str, float]:
         """Write one row and return what was written, name -> float (nan where the file has null)."""
         flat = flatten(values)
-        self.file.write(line(step, flat, time.time()) + "\n")
+        now = time.time()
+        self.file.write(line(step, flat, now) + "\n")
         self.file.flush()
         finite = {name: value for name, value in flat.items() if math.isfinite(value)}
         if self.wandb_run is not None:
             self.wandb_run.log({"step": step, **finite})
         if self.gauges is not None:
-            self._set_gauges(finite)
+            self._set_gauges({"step": float(step), "time": now, **finite})
         return flat
 
     def _set_gauges(self, finite: Mapping[str, float]) -> None:

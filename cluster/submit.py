@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from learner.config import Config, ConfigError
 from learner.main import ROOT, load
 
 ANSWER_S = 15.0  # for one request
+AGENT_S = 20.0  # a cluster that has just been started has its agent some seconds later
 AUTOSCALED_S = 30.0  # who waits for room longer than this expects an autoscaler to make some
 LOOPBACK = ("http://127.0.0.1:", "http://localhost:", "http://[::1]:")
 
@@ -104,17 +107,21 @@ def submit(arguments: list[str], address: str) -> tuple[Any, str]:
     runtime_env = environment(cfg, address)
     from ray.job_submission import JobSubmissionClient
 
-    client = JobSubmissionClient(address)
-    try:
-        job = client.submit_job(entrypoint=shlex.join(["python", "-m", "learner.main", *arguments]),
-                                runtime_env=runtime_env, metadata={"experiment": cfg.experiment})
-    except RuntimeError as error:
-        if "agent" in str(error).lower():
-            raise SubmitError(f"{address} has no agent that could start the job: {str(error)[:300]}. The agent of the "
-                              "head node has ended: see dashboard_agent.log in its session's logs folder of Ray, free "
-                              "its ports or memory, and start the head anew.") from error
-        raise SubmitError(f"{address} refused the job: {str(error)[:600]}") from error
-    return client, job
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it tells of every file that it leaves out
+    client, deadline = JobSubmissionClient(address), time.monotonic() + AGENT_S
+    while True:
+        try:
+            return client, client.submit_job(entrypoint=shlex.join(["python", "-m", "learner.main", *arguments]),
+                                             runtime_env=runtime_env, metadata={"experiment": cfg.experiment})
+        except RuntimeError as error:
+            if "agent" not in str(error).lower():
+                raise SubmitError(f"{address} refused the job: {str(error)[:600]}") from error
+            if time.monotonic() > deadline:
+                raise SubmitError(
+                    f"{address} has no agent that could start the job, {AGENT_S:g} s long: {str(error)[:300]}. "
+                    "See dashboard_agent.log in the logs folder of the head node's Ray session, free ports or memory "
+                    "there, and start the head anew.") from error
+        time.sleep(1.0)
 
 
 async def follow(client: Any, job: str) -> None:

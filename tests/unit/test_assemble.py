@@ -55,6 +55,11 @@ def test_grpo_by_hand() -> None:
     assert found.micro_batches == (1,)
 
 
+def test_the_plan_holds_nothing_a_token() -> None:
+    sizes = [assemble(config(), [meta(0, [n, n, n, n])], scores([1, 0, 0, 1])).plan.nbytes for n in (1, 100)]
+    assert sizes[0] == sizes[1]
+
+
 def test_rewards_that_are_not_ok_enter_no_baseline_and_weigh_nothing() -> None:
     good = assemble(config(), [meta(0, [2, 2, 2])], scores([1, 0, 0.5]))
     masked = assemble(config(), [meta(0, [2, 9, 2, 2, 7])],
