@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run cluster cluster-stop test check lint bench chaos clean
+.PHONY: help setup run cluster cluster-stop test test-slow check lint bench chaos clean
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(if $(shell $(p) -c "import sys" 2>/dev/null && echo ok),$(p))))
 ENGINE ?= auto
@@ -42,8 +42,11 @@ cluster: $(READY)  ## a Ray cluster on this machine, for `ray job submit` (CPUS=
 cluster-stop: $(READY)  ## end it
 	@$(PY) -m cluster.head stop
 
-test: $(READY)  ## all tests; ARGS="tests/unit -x" for some
-	$(PY) -m pytest $(if $(ARGS),$(ARGS),tests)
+test: $(READY)  ## the tests but for the slow ones; ARGS="tests/unit -x" for some
+	$(PY) -m pytest $(if $(ARGS),$(ARGS),tests -m "not slow")
+
+test-slow: $(READY)  ## the slow tests: more kills, more ways to resume
+	$(PY) -m pytest tests -m slow $(ARGS)
 
 lint: $(READY)  ## ruff
 	$(PY) -m ruff check .
