@@ -54,7 +54,7 @@ def secure_local_cluster() -> None:
     """Before Ray is imported for a cluster of this machine alone: every client must have a token, every port is on the
     loopback. The token is Ray's usual one, made here if missing, and its file is for its owner's eyes."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # Ray's own switch for "this node is all there is"; without it its services listen on the machine's address.
+    # Ray's own switch for "this node is all there is"; without it its services listen on every interface.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
     if loopback:

@@ -27,7 +27,7 @@ Usage = namedtuple("Usage", "total used free")
 def cfg(monkeypatch: pytest.MonkeyPatch) -> Config:
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    return load(["experiment=r1_zero"])
+    return load(["experiment=r1_zero", "cluster.address=local"])
 
 
 @pytest.fixture
