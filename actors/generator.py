@@ -50,7 +50,7 @@ class Generator:
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
 
     def __repr__(self) -> str:
-        return f"{self.name} v{self.version}"
+        return self.name if self.version < 0 else f"{self.name} v{self.version}"  # Ray asks once, at the start
 
     # ---- what others call -------------------------------------------------------------------------------------
 

@@ -107,9 +107,9 @@ def test_the_token_goes_only_to_who_asks_for_it(dashboard: Any, tmp_path: Path) 
 
 
 def test_another_version_of_ray(dashboard: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    dashboard.answers["/api/version"] = {"ray_version": "2.9.3"}
+    dashboard.answers["/api/version"] = {"ray_version": "2.10.0"}
     said = refusal(capsys, "--address", dashboard.address, "experiment=r1_zero")
-    assert "2.9.3" in said and ray.__version__ in said
+    assert "2.10.0" in said and ray.__version__ in said
 
 
 def test_no_room(dashboard: Any, capsys: pytest.CaptureFixture[str]) -> None:
