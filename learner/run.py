@@ -209,4 +209,5 @@ def _first_cause(error: BaseException) -> str:
     if type(error).__name__ in ("ObjectStoreFullError", "OutOfDiskError"):
         return (f"Ray's object store is full, and the disk behind it too: {text.splitlines()[0]} Raise "
                 "cluster.object_store_mib, or free space on the disk of Ray's session folder (/tmp/ray, RAY_TMPDIR).")
-    return text if isinstance(error, RunError | ValueError) or "\n" in text else f"{type(error).__name__}: {text}"
+    plain = isinstance(error, RunError | checkpoint.CheckpointError | ValueError) or "\n" in text
+    return text if plain else f"{type(error).__name__}: {text}"
