@@ -15,7 +15,8 @@ from benchmarks.chaos import ARGS, KINDS, differences, last_step, replaced, stri
 from tests.flow.test_loop import RUN_S, Run, Starter
 
 STEPS, SEED = 12, 5
-SHORT = ["data.heldout_size=2", "evaluation.samples=4"]
+SHORT = ["data.heldout_size=2", "evaluation.samples=4", "algorithm.reference_reset_every=4",
+         "algorithm.exact_kl_tokens=8"]
 
 pytestmark = pytest.mark.timeout(2 * RUN_S + 60)
 
@@ -86,6 +87,22 @@ def test_a_learner_lost_before_the_first_checkpoint_begins_again(start: Starter,
     for ours, theirs in zip(run.rollouts(), quiet.rollouts()[:steps], strict=True):
         assert ours.equals(theirs)
     assert run.summary()["before"] == quiet.summary()["before"]
+
+
+def test_a_rank_of_two_lost_while_generation_runs_ahead(start: Starter) -> None:
+    """Groups under way at the loss belong to steps that are made again: each is trained once, whoever finished it."""
+    steps = 6
+    run = start("ahead", *ARGS, *SHORT, f"steps={steps}", "checkpoint.every=2", "learner.ranks=2",
+                "rollout.max_staleness=1", "algorithm.tis_cap=2")
+    run.until(lambda: last_step(run) == 3, "third step")
+    strike(run, "learner", random.Random(SEED))
+    ended_well(run)
+    assert "going on after step 2" in run.output and replaced(run) == {"learner": 1}
+    books = run.summary()["groups"]
+    assert books["trained"] == steps * 4 and books["admitted"] == sum(n for k, n in books.items() if k != "admitted")
+    trained = [set(table.column("group_id").to_pylist()) for table in run.rollouts()]
+    assert [len(groups) for groups in trained] == [4] * steps and len(set().union(*trained)) == steps * 4
+    assert max(run.metrics("training/staleness/max").values()) == 1
 
 
 def test_a_learner_lost_more_often_than_allowed_ends_the_run(start: Starter) -> None:
