@@ -1,0 +1,88 @@
+"""Which folder a run goes on in, what SIGTERM means when, and what ends with a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from learner import run
+from learner.config import Config
+from learner.run import RunError, Stopping, locate
+
+
+def test_a_resumed_run_goes_on_in_its_own_folder(tmp_path: Path) -> None:
+    there = tmp_path / "mine"
+    (there / "checkpoints" / "step_00002").mkdir(parents=True)
+    for given in (there, there / "checkpoints" / "step_00002"):
+        assert locate(Config(resume=str(given))) == there
+    assert locate(Config(resume=str(there), run_dir=str(tmp_path / "fork"))) == tmp_path / "fork"
+    assert locate(Config(resume="auto", run_dir=str(there))) == there
+
+
+def test_what_lies_elsewhere_goes_on_in_a_new_folder(tmp_path: Path) -> None:
+    (tmp_path / "bare" / "step_00002").mkdir(parents=True)
+    for given in (f"{tmp_path}/bare", f"{tmp_path}/bare/step_00002", "memory://bucket/run"):
+        assert locate(Config(resume=given)).parent.name == "outputs"
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(RunError, match="holds a run already"):
+        locate(Config(run_dir=str(tmp_path)))
+
+
+def test_sigterm_is_gentle_only_in_the_loop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(run, "_force_exit_after", lambda seconds, folder: limits.append(seconds))
+    with pytest.raises(KeyboardInterrupt):
+        run._terminate(Stopping())
+    stopping = Stopping()
+    stopping.gently = True
+    run._terminate(stopping)
+    assert stopping.is_set() and limits == [run.STOP_S] and "ending after this step" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):  # who asks twice is in a hurry
+        run._terminate(stopping)
+
+
+HOLDER = """
+import mmap, sys, time
+file = open(sys.argv[1], "w+b")
+file.truncate(4096)
+memory = mmap.mmap(file.fileno(), 4096)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux")
+def test_the_end_leaves_no_process_no_shared_memory_and_nothing_half_written(tmp_path: Path) -> None:
+    name = f"/dev/shm/volley-test-{uuid.uuid4().hex}"
+    other = Path(f"{name}-other")
+    other.touch()
+    for beside in ("checkpoints/step_00001.partial", "model.partial"):
+        (tmp_path / beside).mkdir(parents=True)
+    (tmp_path / "rollouts").mkdir()
+    for half in ("rollouts/.step_00001.partial", "summary.json.partial", "checkpoints/step_00001.partial/x"):
+        (tmp_path / half).write_text("half")
+    (tmp_path / "metrics.jsonl").write_text("whole")
+    child = subprocess.Popen([sys.executable, "-c", HOLDER, name], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "ready\n"
+        processes = [psutil.Process(child.pid)]
+        shared = run._shared_files(processes)
+        assert shared == {name}
+        run._end(processes, shared, tmp_path, 0.0)
+        assert child.poll() is not None or not processes[0].is_running()
+        assert not os.path.exists(name) and other.exists()
+        assert sorted(p.name for p in tmp_path.rglob("*")) == ["checkpoints", "metrics.jsonl", "rollouts"]
+    finally:
+        child.kill()
+        child.wait()
+        other.unlink()
+        Path(name).unlink(missing_ok=True)
