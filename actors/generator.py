@@ -38,6 +38,7 @@ class Generator:
     def __init__(self, name: str, engine_args: dict[str, Any], stop_token_ids: list[int]) -> None:
         self.name = name
         self.stop_token_ids = stop_token_ids
+        self.epoch = 0
         self.version = -1  # nothing proved yet: serves only after the first sync
         self._commands: queue.Queue = queue.Queue()
         self._running: dict[int, _Running] = {}
@@ -76,9 +77,10 @@ class Generator:
         return await self._call(lambda future: future.set_result(
             {"name": self.name, "version": self.version, "groups": len(self._running)}))
 
-    async def abandon(self) -> int:
-        """Stop working on every group; whoever still waits for one gets None. Returns how many there were."""
-        return await self._call(lambda future: future.set_result(self._abandon()))
+    async def abandon(self, epoch: int) -> int:
+        """Work on no group of an epoch before this one, under way or yet to come (calls may overtake one another);
+        whoever waits for one gets None. Returns how many were under way."""
+        return await self._call(lambda future: future.set_result(self._abandon(epoch)))
 
     async def logprobs(self, ids: list[list[int]]) -> list[np.ndarray]:
         """float32 [len - 1] for each sequence: log-probs of ids[1:] under the current weights."""
@@ -125,6 +127,8 @@ class Generator:
 
         if self.version < 0:
             raise WeightSyncError(f"{self.name}: asked to generate while its weights are not proved")
+        if request.epoch < self.epoch:
+            return future.set_result((None, None))
         if request.group_id in self._running:
             raise ValueError(f"{self.name}: group {request.group_id} is already running here")
         s = request.sampling
@@ -138,7 +142,8 @@ class Generator:
                 "prompt_token_ids": request.prompt_ids, "cache_salt": str(self.version)}, params)
         self._running[request.group_id] = _Running(request, future, [None] * len(request.seeds), len(request.seeds))
 
-    def _abandon(self) -> int:
+    def _abandon(self, epoch: int) -> int:
+        self.epoch = epoch
         given_up, self._running = self._running, {}
         for group_id, running in given_up.items():
             self.engine.abort_request([f"{group_id}/{i}" for i in range(len(running.outputs))])

@@ -111,6 +111,7 @@ class GroupRequest:
     prompt_ids: list[int]
     seeds: list[int]
     sampling: SamplingParams
+    epoch: int = 0  # how often the run has gone back to a checkpoint; what was asked before that is of no use
 
 
 @dataclass(frozen=True)

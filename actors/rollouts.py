@@ -54,6 +54,7 @@ class GeneratorPool:
         self.cfg, self.stop = cfg, stop_token_ids
         self.args = engine_args(cfg.generator, model_path, cfg.model.dtype, max_length, cfg.generator.gpus > 0)
         self.published: Published | None = None
+        self.epoch = 0  # of GroupRequest
         self.look_s = cfg.cluster.probe_timeout_s / PROBES  # between looks at the pings while nothing finishes
         g = cfg.generator
         self.members = [
@@ -137,10 +138,12 @@ class GeneratorPool:
 
     def abandon(self) -> None:
         """Every generator forgets the groups it works on: the run goes back to a checkpoint."""
+        self.epoch += 1
         for index in self.serving:
             member = self.members[index]
             try:
-                member.wait(member.actor.abandon.remote(), self.cfg.generator.sync_timeout_s, f"{member.name}: abandon")
+                member.wait(member.actor.abandon.remote(self.epoch), self.cfg.generator.sync_timeout_s,
+                            f"{member.name}: abandon")
             except Exception as error:  # noqa: BLE001 - classified
                 self.published = None  # the next sync brings the new one up to date
                 self.revive(index, error)
@@ -166,7 +169,7 @@ class Dispatcher:
                version: int) -> None:
         """Start a group of n completions under policy `version`. Ids must be new."""
         seeds = [sample_seed(self.run_seed, prompt.prompt_id, group_id, i, version) for i in range(n)]
-        request = GroupRequest(group_id, prompt.prompt_id, prompt_ids, seeds, sampling)
+        request = GroupRequest(group_id, prompt.prompt_id, prompt_ids, seeds, sampling, self.pool.epoch)
         self._send(_Ticket(prompt, request, self._idlest()))
 
     def _idlest(self) -> int:

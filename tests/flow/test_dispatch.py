@@ -43,7 +43,7 @@ class Standin:
 class Pool:
     def __init__(self, delays: list[float]) -> None:
         self.actors = [ray.remote(Standin).options(num_cpus=0).remote(d) for d in delays]
-        self.restarts, self.look_s = 0, 5.0
+        self.restarts, self.look_s, self.epoch = 0, 5.0, 0
 
     def revive(self, index: int, why: Exception) -> None:
         self.restarts += 1

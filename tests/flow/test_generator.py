@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -172,9 +173,17 @@ def test_a_prompt_that_is_too_long_is_refused_as_data_and_nothing_else_suffers(g
 
 def test_abandoned_groups_are_given_up_and_may_come_again(generator: Any, whole: list[tuple[Any, Any]]) -> None:
     """A run that goes back to its checkpoint gives the same group ids out again, while the old ones still run."""
-    refs = [generator.generate.options(num_returns=2).remote(r) for r in REQUESTS]
-    given_up = ray.get(generator.abandon.remote(), timeout=WAIT_S)
-    assert given_up > 0
-    again = generate(generator, REQUESTS)
+    long = [request(i, max_tokens=150) for i in range(len(REQUESTS))]
+    refs = [generator.generate.options(num_returns=2).remote(r) for r in long]
+    until = time.monotonic() + WAIT_S
+    while ray.get(generator.ping.remote(), timeout=WAIT_S)["groups"] < len(REQUESTS):  # calls may overtake each other
+        assert time.monotonic() < until
+    assert ray.get(generator.abandon.remote(1), timeout=WAIT_S) == len(REQUESTS)
+    try:
+        late = generate(generator, REQUESTS[:1])  # asked before, arriving only now
+        again = generate(generator, [dataclasses.replace(r, epoch=1) for r in REQUESTS])
+    finally:
+        ray.get(generator.abandon.remote(0), timeout=WAIT_S)  # as the other tests have it
     assert tokens(again) == tokens(whole)
-    assert [ray.get(meta, timeout=WAIT_S) for meta, _ in refs].count(None) == given_up
+    assert [ray.get(meta, timeout=WAIT_S) for meta, _ in refs] == [None] * len(REQUESTS)
+    assert late == [(None, None)]

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,6 +18,7 @@ from cluster.failures import LearnerLost
 from cluster.health import RestartsExhausted
 from cluster.remote import DeadlineExceeded, get
 from cluster.supervisor import Process, Supervised, end_process, here, ping, pingable
+from learner import services
 from learner.config import ClusterConfig
 
 WAIT_S = 60.0
@@ -181,3 +184,35 @@ def test_where_it_runs(made: Any) -> None:
     pair.member.start()
     found = pair.member.processes[0]
     assert psutil.Process(found.pid).create_time() == found.created and found.node == here().node
+
+
+class Writer:
+    """Has no room for step 2, and dies at step 3, once."""
+
+    def __init__(self, directory: str, _: str) -> None:
+        self.directory = Path(directory)
+
+    def write(self, step: int, *_: Any) -> None:
+        died = self.directory / "died"
+        if step == 2:
+            raise OSError(28, "No space left on device")
+        if step == 3 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        (self.directory / f"step_{step}").touch()
+
+
+def test_rollouts_are_written_by_a_new_writer_or_told_to_be_lost(
+        cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(services, "RolloutWriter", Writer)
+    cfg = SimpleNamespace(logging=SimpleNamespace(rollouts=-1), cluster=ClusterConfig())
+    log = services.RolloutLog(cfg, tmp_path, "")
+    log.start()
+    group = SimpleNamespace(prompt=SimpleNamespace(text=""), table=None, meta=SimpleNamespace(lengths=[1]))
+    for step in range(1, 5):
+        log.write(step, [group], [None], [[0.0]])
+    log.flush()
+    assert {p.name for p in tmp_path.iterdir()} == {"died", "step_1", "step_3", "step_4"}
+    assert log.restarts == 1 and log.lost == [2]
+    assert "rollouts of step 2 are not written: OSError: [Errno 28] No space left" in capsys.readouterr().out
+    log.member.end()
