@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -53,6 +54,10 @@ def connect(cfg: Any, namespace: str) -> str:
     address = target(cfg)
     mine = address.startswith(("127.", "localhost:", "[::1]:"))
     if not address or mine:
+        if "ray" in sys.modules and "RAY_AUTH_MODE" not in os.environ:
+            raise ValueError("RAY_AUTH_MODE is not set and Ray is imported already, so it asks for no token. Call "
+                             "cluster.security.secure_local_cluster() before importing Ray, or set RAY_AUTH_MODE "
+                             "(token, or disabled to do without).")
         security.secure_local_cluster()  # Ray takes the loopback for the machine's own address, unless told so
     elif address == started_here() and security.token_source():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # as Ray does for a cluster that it finds by itself

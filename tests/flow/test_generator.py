@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -94,6 +95,14 @@ def test_finish_reasons_and_scalars(model: Any, whole: list[tuple[Any, Any]]) ->
             else:
                 assert len(r["completion_ids"]) == 40 and eos not in r["completion_ids"]
     assert seen == {"stop", "length"}
+
+
+def test_what_the_controller_is_given_does_not_grow_with_tokens(generator: Any) -> None:
+    """Scalars of each sample only; the tokens stay in the object store."""
+    found = [generate(generator, [request(0, max_tokens=n)])[0] for n in (2, 40)]
+    scalars = [len(pickle.dumps(meta)) for meta, _ in found]
+    assert found[1][1].nbytes > found[0][1].nbytes + 4 * 20 * 12 and max(scalars) < min(scalars) + 32 < 1000
+    assert all(np.size(getattr(meta, f.name)) in (1, 4) for meta, _ in found for f in dataclasses.fields(meta))
 
 
 def test_weights_change_between_two_decode_steps(generator: Any, model: Any) -> None:
