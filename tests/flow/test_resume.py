@@ -26,7 +26,7 @@ MOMENTS = ("gen", "reward", "update", "sync", "tensors", "ref", "commit", "prune
 ARGS = [*QUIET, f"steps={STEPS}", "checkpoint.every=1", "data.heldout_size=2", "evaluation.samples=4",
         "evaluation.every=2", "evaluation.samples_during=2"]
 
-pytestmark = pytest.mark.timeout(2 * RUN_S + 60)
+pytestmark = [pytest.mark.timeout(2 * RUN_S + 60), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,6 @@ def schedule(kills: int, seconds: dict[str, float]) -> list[tuple[str, int, floa
 
 
 @pytest.mark.timeout((KILLS + 2) * 120)
-@pytest.mark.slow
 def test_killed_at_seeded_moments_ends_bit_identical(start: Starter, quiet: Run, tmp_path: Path) -> None:
     program, mark = tmp_path / "killer.py", tmp_path / "moment"
     program.write_text(KILLER)
@@ -175,7 +174,6 @@ def test_killed_at_seeded_moments_ends_bit_identical(start: Starter, quiet: Run,
 # ---- other ranks, other ZeRO stages, damaged checkpoints in between ------------------------------------------
 
 
-@pytest.mark.slow
 def test_resumes_with_other_ranks_stage_and_generators_past_two_damaged_checkpoints(
         start: Starter, quiet: Run) -> None:
     folder = like(quiet, start.folder / "spread", 2, 3, 4)
@@ -199,7 +197,6 @@ def test_resumes_with_other_ranks_stage_and_generators_past_two_damaged_checkpoi
     assert books == quiet.summary()["groups"] and run.processes() == []
 
 
-@pytest.mark.slow
 def test_resumes_with_zero_2_on_two_ranks(start: Starter, quiet: Run) -> None:
     like(quiet, start.folder / "two", 3)
     run = start("two", *ARGS, "resume=auto", "learner.ranks=2", "learner.zero_stage=2")
@@ -276,7 +273,6 @@ def refused(run: Run, *said: str) -> None:
     print(f"refused after {time.monotonic() - began:.1f} s")
 
 
-@pytest.mark.slow
 def test_all_damaged_is_one_error_and_nothing_starts(start: Starter, quiet: Run) -> None:
     folder = like(quiet, start.folder / "damaged", 3, 4)
     file = folder / "checkpoints" / step_files(4) / "policy.safetensors"
@@ -289,7 +285,6 @@ def test_all_damaged_is_one_error_and_nothing_starts(start: Starter, quiet: Run)
     assert {p: p.read_bytes() for p in before} == before, "a refused resume changed the run's files"
 
 
-@pytest.mark.slow
 def test_changed_settings_are_listed_and_nothing_starts(start: Starter, quiet: Run) -> None:
     folder = like(quiet, start.folder / "changed", 3)
     before = (folder / "config.yaml").read_bytes()
@@ -299,7 +294,6 @@ def test_changed_settings_are_listed_and_nothing_starts(start: Starter, quiet: R
     assert "generator.count" not in run.output and (folder / "config.yaml").read_bytes() == before
 
 
-@pytest.mark.slow
 def test_the_last_checkpoint_says_what_the_run_did(quiet: Run) -> None:
     for step in range(1, STEPS + 1):
         folder = quiet.folder / "checkpoints" / step_files(step)
