@@ -18,7 +18,7 @@ STEPS, SEED = 12, 5
 SHORT = ["data.heldout_size=2", "evaluation.samples=4", "algorithm.reference_reset_every=4",
          "algorithm.exact_kl_tokens=8"]
 
-pytestmark = pytest.mark.timeout(2 * RUN_S + 60)
+pytestmark = [pytest.mark.timeout(2 * RUN_S + 60), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,6 @@ def test_one_that_hangs_is_replaced_within_its_deadline(start: Starter, quiet: R
         assert ours.equals(theirs)
 
 
-@pytest.mark.slow
 def test_a_learner_lost_before_the_first_checkpoint_begins_again(start: Starter, quiet: Run) -> None:
     steps = 3
     run = start("no_checkpoint", *ARGS, *SHORT, f"steps={steps}", "checkpoint.every=0")
@@ -90,7 +89,6 @@ def test_a_learner_lost_before_the_first_checkpoint_begins_again(start: Starter,
     assert run.summary()["before"] == quiet.summary()["before"]
 
 
-@pytest.mark.slow
 def test_a_rank_of_two_lost_while_generation_runs_ahead(start: Starter) -> None:
     """Groups under way at the loss belong to steps that are made again: each is trained once, whoever finished it."""
     steps = 6
@@ -107,7 +105,6 @@ def test_a_rank_of_two_lost_while_generation_runs_ahead(start: Starter) -> None:
     assert max(run.metrics("training/staleness/max").values()) == 1
 
 
-@pytest.mark.slow
 def test_a_learner_lost_more_often_than_allowed_ends_the_run(start: Starter) -> None:
     run = start("exhausted", *ARGS, *SHORT, "steps=1000", "learner.restarts=0")
     run.until(lambda: last_step(run) == 1, "first step")

@@ -243,7 +243,8 @@ def generator_process(run: Run) -> psutil.Process | None:
     """The process that holds the vLLM engine, by the title Ray gives it."""
     for p in run.processes():
         try:
-            if " ".join(p.cmdline()).startswith("ray::Generator"):
+            title = " ".join(p.cmdline())
+            if title.startswith("ray::") and "Generator" in title:  # its constructor's title names the actor first
                 return p
         except psutil.NoSuchProcess:
             continue

@@ -188,6 +188,7 @@ def large(start: Starter) -> Path:
 
 
 @pytest.mark.parametrize("threshold, status", [("0.999", 0), ("0.0", 1)], ids=["spills", "no-room"])
+@pytest.mark.slow
 def test_a_full_object_store(start: Starter, large: Path, tmp_path: Path, threshold: str, status: int) -> None:
     """Weights that do not fit go to the disk, and the run ends well; where Ray finds the disk full, one clear error."""
     program = tmp_path / "main.py"

@@ -88,6 +88,7 @@ def test_while_ray_starts(start: Starter, name: str, how: signal.Signals, group:
     interrupted(run, how, group)
 
 
+@pytest.mark.slow
 @BOTH
 def test_while_engines_start(start: Starter, how: signal.Signals, group: bool) -> None:
     run = start(f"engines-{how.name}", *QUIET)
