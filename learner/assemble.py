@@ -75,8 +75,11 @@ def assemble(cfg: Any, metas: Sequence[GroupMeta], scores: Scores) -> Assembled:
     lengths = np.concatenate([m.lengths for m in metas])
     prompt = np.concatenate([np.full(len(m.lengths), m.prompt_tokens, np.int64) for m in metas])
     rewards, valid, penalty = shaped(cfg, metas, scores)
+    # Right is what the accuracy rule says: a format reward on top must not make a wrong answer right.
+    judged = np.where(np.isnan(scores.accuracy), rewards, scores.accuracy) \
+        if cfg.algorithm.advantage == "correct" else rewards
     found = np.full(len(groups), np.nan) if in_learner(cfg.algorithm) else advantages.compute(
-        cfg.algorithm, rewards, groups, valid, lengths=lengths)
+        cfg.algorithm, np.where(valid, judged, 0.0), groups, valid, lengths=lengths)
     seen = regimes.classify_all(groups, np.nan_to_num(scores.accuracy), scores.extracted,
                                 scores.valid & ~np.isnan(scores.accuracy))
     factors, reasons = filter_groups(cfg, metas, rewards, groups, valid)

@@ -188,3 +188,10 @@ def test_process_supervision_leaves_advantages_to_the_learner_and_sends_the_step
     assert plan.column("step_ends").to_pylist() == [[1, 3], [2]]
     assert np.isnan(plan.column("advantage").to_numpy()).all()
     assert assemble(config(), [meta(0, [4, 3])], values).plan.column("step_rewards").null_count == 2
+
+
+def test_a_format_reward_makes_no_wrong_answer_right() -> None:
+    """Online RFT with accuracy 1 + format 1: total 1 is a wrong answer in the right format."""
+    values = scores([2, 1, 1, 0])
+    values.accuracy[:] = [1, 0, 1, 0]
+    assert assemble(config(advantage="correct"), [meta(0, [2, 2, 2, 2])], values).advantages.tolist() == [1, 0, 1, 0]
