@@ -248,4 +248,8 @@ def _execute(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    status = main()
+    # Where Ctrl-C came in the middle of an exec (an import that makes a dataclass), `python -m` remembers it as not
+    # handled and would die of SIGINT at its end, with -2 in place of 130; the next exec makes it forget.
+    exec("")
+    raise SystemExit(status)

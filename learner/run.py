@@ -154,6 +154,7 @@ def _close(run_dir: Path | None) -> None:
 def _end(processes: list[psutil.Process], shared: set[str], run_dir: Path | None, grace_s: float) -> None:
     """Kill what has not ended within `grace_s`, then remove what nobody is left to remove."""
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    shared = shared | _shared_files(alive)
     for process in alive:
         with suppress(psutil.NoSuchProcess):  # gone with its parent, a moment ago
             process.kill()
@@ -166,11 +167,19 @@ def _end(processes: list[psutil.Process], shared: set[str], run_dir: Path | None
 
 
 def _shared_files(processes: list[psutil.Process]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped: semaphores outlive whoever is killed (Linux)."""
-    found: set[str] = set()
+    """Files in /dev/shm that these processes have mapped: semaphores outlive whoever is killed (Linux).
+
+    By inode, since a process that made a semaphore has it mapped under a first name that is gone (sem_open)."""
+    inodes: set[int] = set()
     for process in processes:
         with suppress(OSError):  # gone, or no /proc
-            found |= set(re.findall(r" (/dev/shm/\S+)$", Path(f"/proc/{process.pid}/maps").read_text(), re.MULTILINE))
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            inodes |= {int(i) for i in re.findall(r" (\d+) +/dev/shm/", maps)}
+    found: set[str] = set()
+    for file in Path("/dev/shm").iterdir() if inodes else ():
+        with suppress(FileNotFoundError):
+            if file.stat().st_ino in inodes:
+                found.add(str(file))
     return found
 
 

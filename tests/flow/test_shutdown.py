@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from learner import checkpoint
+from learner.run import _shared_files
 from tests.flow.test_loop import QUIET, RUN_S, Run, Starter, generator_process
 
 LIMIT_S = 15.0
@@ -32,12 +32,7 @@ def shared_memory() -> Iterator[None]:
     """Whatever is new in /dev/shm when a test ends must be in use by another program."""
     before = set(Path("/dev/shm").iterdir())
     yield
-    used: set[str] = set()
-    for process in psutil.process_iter():
-        try:
-            used |= set(re.findall(r" (/dev/shm/\S+)$", Path(f"/proc/{process.pid}/maps").read_text(), re.MULTILINE))
-        except OSError:
-            continue
+    used = _shared_files([*psutil.process_iter()])
     left = [p.name for p in set(Path("/dev/shm").iterdir()) - before if str(p) not in used]
     assert not left, left
 

@@ -15,6 +15,8 @@ from learner import run
 from learner.config import Config
 from learner.run import RunError, Stopping, locate
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_a_resumed_run_goes_on_in_its_own_folder(tmp_path: Path) -> None:
     there = tmp_path / "mine"
@@ -51,11 +53,12 @@ def test_sigterm_is_gentle_only_in_the_loop(monkeypatch: pytest.MonkeyPatch, cap
 
 
 HOLDER = """
-import mmap, sys, time
+import mmap, multiprocessing, sys, time
 file = open(sys.argv[1], "w+b")
 file.truncate(4096)
 memory = mmap.mmap(file.fileno(), 4096)
-print("ready", flush=True)
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+print(semaphore._semlock.name, flush=True)
 time.sleep(60)
 """
 
@@ -73,16 +76,38 @@ def test_the_end_leaves_no_process_no_shared_memory_and_nothing_half_written(tmp
     (tmp_path / "metrics.jsonl").write_text("whole")
     child = subprocess.Popen([sys.executable, "-c", HOLDER, name], stdout=subprocess.PIPE, text=True)
     try:
-        assert child.stdout.readline() == "ready\n"
-        processes = [psutil.Process(child.pid)]
+        semaphore = f"/dev/shm/sem.{child.stdout.readline().strip().lstrip('/')}"
+        parent = psutil.Process(child.pid)
+        processes = [parent, *parent.children(recursive=True)]  # Python's own cleaner of semaphores too
         shared = run._shared_files(processes)
-        assert shared == {name}
+        assert shared == {name, semaphore} and os.path.exists(semaphore)
         run._end(processes, shared, tmp_path, 0.0)
         assert child.poll() is not None or not processes[0].is_running()
-        assert not os.path.exists(name) and other.exists()
+        assert not os.path.exists(name) and not os.path.exists(semaphore) and other.exists()
         assert sorted(p.name for p in tmp_path.rglob("*")) == ["checkpoints", "metrics.jsonl", "rollouts"]
     finally:
         child.kill()
         child.wait()
         other.unlink()
         Path(name).unlink(missing_ok=True)
+
+
+INTERRUPTED = """
+import runpy, sys
+from learner import config
+
+def validate(cfg):
+    exec("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)")
+
+config.validate = validate
+sys.argv = ["learner.main", "experiment=r1_zero"]
+runpy.run_module("learner.main", run_name="__main__")
+"""
+
+
+def test_ctrl_c_in_the_middle_of_an_exec_is_told_as_any_other(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(INTERRUPTED)
+    end = subprocess.run([sys.executable, "-m", "program"], cwd=tmp_path, text=True, capture_output=True, timeout=60,
+                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert end.returncode == 130 and "volley: interrupted" in end.stderr, end
