@@ -28,6 +28,8 @@ from cluster.security import redact
 from learner.config import CheckpointConfig, Config, ConfigError, keys
 from learner.evaluate import MAJ_K, PASS_KS
 
+ROOT = Path(__file__).resolve().parent.parent
+
 FOLDER, MANIFEST, STATE = "checkpoints", "manifest.json", "trainer.json"
 FETCHED = "checkpoints.fetched"  # in the run's folder: a checkpoint that came from elsewhere, until it is loaded
 # Settings that change where and how fast a run goes, not what it computes.
@@ -300,5 +302,9 @@ def check_config(cfg: Config, saved: dict[str, Any], shown: str) -> None:
 
 
 def as_dict(cfg: Config) -> dict[str, Any]:
-    """The settings as a checkpoint holds them: without secrets."""
-    return redact(dataclasses.asdict(cfg))
+    """The settings as a checkpoint holds them: without secrets, and with a model of the checkout by its place in there,
+    since each job runs a copy of its own."""
+    settings, model = redact(dataclasses.asdict(cfg)), Path(cfg.model.path)
+    if model.is_relative_to(ROOT):
+        settings["model"]["path"] = str(model.relative_to(ROOT))
+    return settings

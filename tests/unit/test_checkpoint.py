@@ -353,6 +353,17 @@ def test_changed_settings_are_listed_and_harmless_ones_are_not():
     checkpoint.check_config(cfg, saved, "there")
 
 
+def test_a_model_of_the_checkout_is_the_same_in_another_copy_of_it(monkeypatch, tmp_path):
+    cfg = Config()
+    cfg.model.path = str(checkpoint.ROOT / "learner" / "assets" / "tiny")
+    saved = checkpoint.as_dict(cfg)
+    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
+    cfg.model.path = str(tmp_path / "learner" / "assets" / "tiny")
+    assert checkpoint.changes(cfg, saved) == []
+    cfg.model.path = str(tmp_path / "learner" / "assets" / "other")
+    assert checkpoint.changes(cfg, saved) == ["model.path: learner/assets/tiny -> learner/assets/other"]
+
+
 def test_more_steps_are_a_change_where_the_learning_rate_depends_on_them():
     cfg = Config()
     cfg.optimizer.decay = "cosine"
