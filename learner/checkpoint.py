@@ -284,7 +284,7 @@ def changes(cfg: Config, saved: dict[str, Any]) -> list[str]:
             settings = settings.get(part) if isinstance(settings, dict) else None
         return settings
 
-    out, now = [], as_dict(cfg)
+    out, now, saved = [], as_dict(cfg), portable(saved)  # config.yaml holds the path as it was
     for key in keys(cfg):
         old, new = lookup(saved, key), lookup(now, key)
         harmless = key.startswith(HARMLESS) and not (key == "steps" and cfg.optimizer.decay == "cosine")
@@ -304,7 +304,13 @@ def check_config(cfg: Config, saved: dict[str, Any], shown: str) -> None:
 def as_dict(cfg: Config) -> dict[str, Any]:
     """The settings as a checkpoint holds them: without secrets, and with a model of the checkout by its place in there,
     since each job runs a copy of its own."""
-    settings, model = redact(dataclasses.asdict(cfg)), Path(cfg.model.path)
-    if model.is_relative_to(ROOT):
-        settings["model"]["path"] = str(model.relative_to(ROOT))
-    return settings
+    return portable(redact(dataclasses.asdict(cfg)))
+
+
+def portable(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with a model of this checkout by its place in there."""
+    model = settings.get("model") or {}
+    path = Path(model.get("path") or "")
+    if not path.is_relative_to(ROOT):
+        return settings
+    return settings | {"model": model | {"path": str(path.relative_to(ROOT))}}
