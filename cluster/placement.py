@@ -20,7 +20,7 @@ NODES_SHOWN = 6
 _reserved: dict[str, Any] = {"group": None, "bundles": {}}  # of the run in this process
 
 
-class PlacementError(RuntimeError):
+class PlacementError(ValueError):
     """The cluster has no room for the run; the message says what is needed, what there is, and what to do."""
 
 

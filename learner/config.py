@@ -206,7 +206,7 @@ class ClusterConfig:
     address: str = "auto"  # auto: the cluster of RAY_ADDRESS or of `make cluster`, else a local one | local | host:port
     strategy: str = "PACK"  # Ray's, for the placement group of all actors: PACK | SPREAD | STRICT_PACK | STRICT_SPREAD
     resources: dict[str, Any] = field(default_factory=dict)  # Ray's for one actor, by role: {generator: {big: 1}}
-    wait_s: float = 12.0  # for room in the cluster before the run is given up; longer where an autoscaler brings nodes
+    wait_s: float = 6.0  # for room in the cluster before the run is given up; longer where an autoscaler brings nodes
     num_cpus: int = 0  # logical CPUs of a local cluster; 0: those of the machine
     dashboard: bool = True
     object_store_mib: int = 512

@@ -22,7 +22,8 @@ WAIT_S = 150.0
 TINY = [
     "+experiment=r1_zero", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_tokens=48",
     "data.template=short", "data.max_prompt_tokens=40", "data.heldout_size=2", "evaluation.samples=4",
-    "generator.threads=1", "learner.threads=1", "logging.progress=plain", "logging.report=false"]  # fmt: skip
+    "generator.threads=1", "learner.threads=1", "logging.progress=plain", "logging.report=false",
+    "optimizer.decay=constant"]  # fmt: skip
 
 
 class Place:
