@@ -72,6 +72,16 @@ PLAN = pa.schema([
     pa.field("step_rewards", pa.list_(pa.float64())),  # process supervision; null without
     pa.field("step_ends", pa.list_(pa.int32())),
 ])
+# Answers with what is known of them: what a reward model is trained on and measured by. One row an answer.
+LABELLED = pa.schema([
+    pa.field("prompt_id", pa.string(), nullable=False),
+    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("ends", pa.list_(pa.int32()), nullable=False),  # index of the last token of each step; outcome: of all
+    pa.field("labels", pa.list_(pa.float64()), nullable=False),  # in [0, 1], one an end
+    pa.field("pair", pa.int64(), nullable=False),  # the same for two rows, chosen first; -1: in no pair
+    pa.field("iteration", pa.int32(), nullable=False),  # of iterative RL, in which it was sampled; 0 before
+])
 
 
 class RecordError(ValueError):
@@ -222,6 +232,19 @@ def check_scored(batch: pa.RecordBatch) -> pa.RecordBatch:
         if len(rewards or []) != len(ends or []) or not np.isfinite(rewards or []).all():
             raise RecordError(f"scored: row {row}: step rewards {rewards} with ends {ends}: expected as many of each, "
                               "and finite rewards")
+    return batch
+
+
+def check_labelled(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A LABELLED of labels in [0, 1], one an end, and ends in order within the completion."""
+    conform(batch, LABELLED, "labelled")
+    columns = [batch.column(name).to_pylist() for name in ("completion_ids", "ends", "labels")]
+    for row, (ids, ends, labels) in enumerate(zip(*columns, strict=True)):
+        if not ends or len(ends) != len(labels) or ends != sorted(set(ends)) or not 0 <= ends[0] <= ends[-1] < len(ids):
+            raise RecordError(f"labelled: row {row}: ends {ends} with labels {labels} of {len(ids)} tokens: expected "
+                              "one label an end, and ends in order within the completion")
+        if not all(0.0 <= v <= 1.0 for v in labels):  # a NaN fails too
+            raise RecordError(f"labelled: row {row}: labels {labels}, expected each in [0, 1]")
     return batch
 
 

@@ -1,15 +1,13 @@
-"""The typed configuration and every check that can be made before an engine starts (DESIGN invariant 10).
+"""The typed configuration: every setting, its default, and what is allowed of it alone.
 
-Imports nothing heavier than the standard library, so that a mistake is answered in a second or two.
+What settings must be together is in learner/checks.py. Imports nothing heavier than the standard library, so that a mistake is answered in a second or two.
 All sizes are counts of prompts, completions ("samples") or tokens; all times are seconds.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 MISSING = "???"  # omegaconf's marker of a value that must be given
@@ -97,12 +95,51 @@ class AlgorithmConfig:
 
 @dataclass
 class RewardConfig:
-    rules: dict[str, float] = field(default_factory=dict)
+    rules: dict[str, float] = field(default_factory=dict)  # weight of each rule and of each of `models`
+    models: dict[str, Any] = field(default_factory=dict)  # reward models by name: {orm: {path: FOLDER}}; docs/rewards.md
     combine: str = "sum"  # sum | product
     timeout_s: float = 10.0  # hard deadline of one item
     workers: int = 1
     max_failure_share: float = 0.25  # more rewards than this not ok in one step stop the run
     options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RewardModelConfig:
+    """Reward models: how they are served (all of reward.models), and how one is trained."""
+
+    count: int = 1  # actors, each with every model
+    threads: int = 1
+    cpus: float = 0.5
+    gpus: float = 0.0
+    batch_tokens: int = 8192  # padded tokens of one forward pass
+    timeout_s: float = 300.0  # deadline of one batch of answers
+    kind: str = "outcome"  # outcome: a score an answer | process: one at the end of each of its steps (data.steps)
+    loss: str = "pointwise"  # pointwise | pairwise (Bradley-Terry)
+    init: str = ""  # the model to begin with, a causal LM or a reward model; empty: model.path
+    source: str = "policy"  # where labelled answers come from: policy (its samples, graded by reward.rules) | files
+    path: str = ""  # source=files: Parquet or JSON lines
+    heldout_path: str = ""  # source=files: those never trained on; empty: heldout_share of the prompts in `path`
+    heldout_share: float = 0.1
+    label: str = "soft"  # of an annotated step: soft (share of completions that are right) | hard (any is)
+    prompts: int = 256  # source=policy: how many are sampled for one training, each rollout.group_size times
+    steps: int = 60  # optimizer steps of one training
+    batch: int = 128  # answers (pairwise: pairs) an optimizer step
+    lr: float = 2e-5
+    every: int = 0  # RL: train one of reward.models (`refresh`) again every so many steps; 0: never
+    refresh: str = ""  # its name
+    initial: bool = False  # RL: train it before the first step too
+    replay: float = 0.1  # share of training answers that are of earlier iterations (DeepSeekMath, section 4.1.4)
+
+
+@dataclass
+class AnnotateConfig:
+    """stage=annotate: a label for each step of sampled answers (Math-Shepherd, 2312.08935)."""
+
+    prompts: int = 128
+    answers: int = 4  # a prompt
+    completions: int = 8  # of each prefix
+    temperature: float = 1.0  # of the answers; completions are sampled at rollout.temperature
 
 
 @dataclass
@@ -231,7 +268,7 @@ class Config:
     """The whole run. Settings people type most stand at the top level."""
 
     experiment: str = "r1_zero"
-    stage: str = "rl"  # rl | pretrain
+    stage: str = "rl"  # rl | pretrain | reward_model (train one) | annotate (label steps)
     steps: int = 64
     seed: int = 0
     run_dir: str = ""
@@ -242,6 +279,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    annotate: AnnotateConfig = field(default_factory=AnnotateConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -254,12 +293,18 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @property
+    def generates(self) -> bool:
+        """Whether generators and the reward service run."""
+        return self.stage in ("rl", "annotate") or (self.stage == "reward_model" and
+                                                    self.reward_model.source == "policy")
+
+    @property
     def samples_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.group_size
 
 
 CHOICES = {
-    "stage": ("rl", "pretrain"),
+    "stage": ("rl", "pretrain", "reward_model", "annotate"),
     "model.init": ("pretrained", "random"), "model.dtype": ("float32", "bfloat16"),
     "data.kind": ("arithmetic", "reasoning_gym", "files", "corpus"),
     "data.template": ("r1_zero", "short"),
@@ -273,6 +318,8 @@ CHOICES = {
     "algorithm.filter": ("none", "skip_dead", "down_weight", "resample"),
     "data.sampler": ("uniform", "balanced"),
     "reward.combine": ("sum", "product"),
+    "reward_model.kind": ("outcome", "process"), "reward_model.loss": ("pointwise", "pairwise"),
+    "reward_model.source": ("policy", "files"), "reward_model.label": ("soft", "hard"),
     "learner.zero_stage": (0, 1, 2, 3), "optimizer.decay": ("constant", "cosine"),
     "generator.weight_backend": ("object_store", "nccl"),
     "checkpoint.mode": ("max", "min"), "cluster.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
@@ -308,6 +355,12 @@ RANGES = (
     ("learner.threads", 0, True), ("generator.cpus", 0, True), ("generator.gpus", 0, True),
     ("generator.threads", 0, True), ("reference.cpus", 0, True), ("reference.gpus", 0, True),
     ("algorithm.entropy_coef", 0, True), ("algorithm.tis_cap", 0, False), ("algorithm.dual_clip", 1, False),
+    ("reward_model.count", 1, True), ("reward_model.threads", 0, True), ("reward_model.cpus", 0, True),
+    ("reward_model.gpus", 0, True), ("reward_model.batch_tokens", 1, True), ("reward_model.timeout_s", 0, False),
+    ("reward_model.heldout_share", 0, False), ("reward_model.prompts", 1, True), ("reward_model.steps", 1, True),
+    ("reward_model.batch", 1, True), ("reward_model.lr", 0, True), ("reward_model.every", 0, True),
+    ("reward_model.replay", 0, True), ("annotate.prompts", 1, True), ("annotate.answers", 1, True),
+    ("annotate.completions", 1, True), ("annotate.temperature", 0, False),
     ("algorithm.gamma", 0, True), ("algorithm.lam", 0, True),
 )
 
@@ -327,164 +380,6 @@ def keys(cfg: Any = Config, prefix: str = "") -> list[str]:
         value = getattr(cfg, f.name)
         out += keys(value, f"{prefix}{f.name}.") if is_dataclass(value) else [prefix + f.name]
     return out
-
-
-def context_length(cfg: Config) -> int | None:
-    """Positions the model has, in tokens; None where only the hub knows (checked again when the model loads)."""
-    if cfg.model.max_length:
-        return cfg.model.max_length
-    if cfg.model.init == "random":
-        return cfg.model.architecture.get("max_position_embeddings")
-    file = Path(cfg.model.path) / "config.json"
-    return json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
-
-
-def validate(cfg: Config) -> None:
-    """Raise ConfigError on the first setting that cannot work. Pure but for reading the model's config.json."""
-    for key, allowed in CHOICES.items():
-        if get(cfg, key) not in allowed:
-            raise ConfigError(key, get(cfg, key), f"expected one of {', '.join(map(str, allowed))}")
-    for key, low, inclusive in RANGES:
-        value = get(cfg, key)
-        if value is None:  # an optional setting that is off
-            continue
-        if value < low or (value == low and not inclusive) or not math.isfinite(value):
-            raise ConfigError(key, value, f"expected {'at least' if inclusive else 'more than'} {low}")
-    if cfg.resume not in ("never", "auto") and "://" not in cfg.resume and not Path(cfg.resume).is_dir():
-        raise ConfigError("resume", cfg.resume, "expected one of never, auto, or the folder of a run or a checkpoint")
-    if cfg.checkpoint.keep_best:
-        from learner.checkpoint import check_best
-
-        check_best(cfg)
-    if cfg.cluster.resources:
-        from cluster.placement import check
-
-        check(cfg.cluster.resources)
-    if cfg.resume == "auto" and not cfg.run_dir:
-        raise ConfigError("resume", cfg.resume, "needs run_dir, the folder of the run to go on with")
-    _check_model(cfg)
-    _check_data(cfg)
-    _check_batches(cfg)
-    if cfg.stage == "rl":
-        _check_algorithm(cfg)
-        _check_sampling(cfg)
-        _check_reward(cfg)
-
-
-def _check_model(cfg: Config) -> None:
-    path = cfg.model.path
-    if cfg.model.init == "pretrained" and path.startswith(("/", "./", "../", "~")):
-        if not (Path(path).expanduser() / (cfg.model.gguf_file or "config.json")).is_file():
-            raise ConfigError("model.path", path, "expected a Hugging Face model directory with a config.json",
-                              "Give a path that exists, or a hub id.")
-    if cfg.stage == "pretrain" and cfg.data.kind != "corpus":
-        raise ConfigError("data.kind", cfg.data.kind, "stage=pretrain reads a corpus", "Set data=corpus.")
-    context, need = context_length(cfg), cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
-    if cfg.stage == "rl" and context is not None and context < need:
-        raise ConfigError(
-            "rollout.max_tokens", cfg.rollout.max_tokens,
-            f"the context of {cfg.model.name} is {context} tokens, but data.max_prompt_tokens="
-            f"{cfg.data.max_prompt_tokens} + rollout.max_tokens={cfg.rollout.max_tokens} = {need}",
-            "Lower one of the two, or choose a model with a longer context.")
-
-
-def _check_data(cfg: Config) -> None:
-    if cfg.data.kind == "files" and not cfg.data.path:
-        raise ConfigError("data.path", "", "data=files needs a file or folder of questions",
-                          "Set data.path, or data=FILE.")
-    if cfg.data.kind == "arithmetic" and not (cfg.data.terms and min(cfg.data.terms) >= 1):
-        raise ConfigError("data.terms", cfg.data.terms, "expected how many numbers a sum may have, such as [2,3,4]")
-    if cfg.data.size and cfg.data.kind != "arithmetic":
-        raise ConfigError("data.size", cfg.data.size, f"data.kind={cfg.data.kind} has a size of its own",
-                          "Leave it at 0.")
-    if cfg.data.sampler == "balanced" and not (cfg.data.kind == "files" or cfg.data.size):
-        raise ConfigError("data.sampler", cfg.data.sampler, f"prompts of data.kind={cfg.data.kind} never come again, "
-                          "so nothing is known of them", "Use data=FILE, or arithmetic with data.size.")
-    for key in ("sampler_floor", "curriculum_up", "curriculum_replay"):
-        if getattr(cfg.data, key) > 1:
-            raise ConfigError(f"data.{key}", getattr(cfg.data, key), "expected a share, at most 1")
-
-
-def _check_batches(cfg: Config) -> None:
-    r, lr = cfg.rollout, cfg.learner
-    if r.prompts_per_step % lr.updates_per_batch:
-        raise ConfigError("learner.updates_per_batch", lr.updates_per_batch,
-                          f"must divide rollout.prompts_per_step={r.prompts_per_step}, so that every optimizer step "
-                          "trains on whole groups", "Use one of "
-                          f"{[d for d in range(1, r.prompts_per_step + 1) if r.prompts_per_step % d == 0]}.")
-    if cfg.samples_per_step // lr.updates_per_batch % lr.ranks:
-        raise ConfigError("learner.ranks", lr.ranks,
-                          f"must divide the {cfg.samples_per_step // lr.updates_per_batch} samples of an optimizer "
-                          f"step (rollout.prompts_per_step={r.prompts_per_step} x rollout.group_size={r.group_size} / "
-                          f"learner.updates_per_batch={lr.updates_per_batch})")
-    longest = cfg.data.max_prompt_tokens + r.max_tokens
-    if cfg.stage == "rl" and lr.micro_batch_tokens < longest:
-        raise ConfigError("learner.micro_batch_tokens", lr.micro_batch_tokens,
-                          f"one sample may have {longest} tokens (data.max_prompt_tokens + rollout.max_tokens)",
-                          f"Set it to {longest} or more.")
-
-
-def _check_algorithm(cfg: Config) -> None:
-    a = cfg.algorithm
-    if a.group_baseline and cfg.rollout.group_size < 2:
-        raise ConfigError("rollout.group_size", cfg.rollout.group_size,
-                          f"algorithm={a.name} uses the group's mean as its baseline and needs at least 2",
-                          "Raise rollout.group_size or choose an algorithm without a group baseline.")
-    if a.advantage == "process" and not cfg.data.steps:
-        raise ConfigError("data.steps", "", f"algorithm={a.name} needs step rewards, and data.kind={cfg.data.kind} has "
-                          "no rule for them", "Use data=arithmetic, or algorithm=grpo.")
-    if (a.advantage == "gae") != a.critic:
-        raise ConfigError("algorithm.critic", a.critic, f"algorithm.advantage={a.advantage} "
-                          f"{'needs' if a.advantage == 'gae' else 'has no use for'} a critic")
-    if a.beta > 0 and a.kl_placement == "none":
-        raise ConfigError("algorithm.beta", a.beta, "a KL coefficient above 0 has no effect with "
-                          "algorithm.kl_placement=none", "Set algorithm.beta=0, or place the KL in loss or reward.")
-    for key in ("reference_reset_every", "exact_kl_tokens"):
-        if getattr(a, key) and not (a.beta > 0 and a.kl_placement != "none"):
-            raise ConfigError(f"algorithm.{key}", getattr(a, key), "there is no reference with algorithm.beta=0 or "
-                              "algorithm.kl_placement=none", "Set algorithm.beta above 0, or leave this at 0.")
-    if a.normaliser == "constant" and not (a.loss_constant and a.loss_constant > 0):
-        raise ConfigError("algorithm.loss_constant", a.loss_constant, "algorithm.normaliser=constant needs a "
-                          "positive divisor in tokens", "Usually rollout.max_tokens.")
-    if a.loss == "ppo_clip" and a.eps_low >= 1:
-        raise ConfigError("algorithm.eps_low", a.eps_low, "expected less than 1 (the ratio is clipped to 1 - eps_low)")
-
-
-def _check_sampling(cfg: Config) -> None:
-    r = cfg.rollout
-    if r.top_p > 1:
-        raise ConfigError("rollout.top_p", r.top_p, "expected a share in (0, 1]")
-    if r.top_p < 1 or r.top_k > 0:
-        key = "rollout.top_p" if r.top_p < 1 else "rollout.top_k"
-        raise ConfigError(key, get(cfg, key), "samples from a truncated distribution have no finite importance ratio "
-                          "to the policy that is trained", "Set rollout.top_p=1 and rollout.top_k=0.")
-    if cfg.generator.weight_backend == "nccl" and cfg.generator.gpus == 0:
-        raise ConfigError("generator.weight_backend", "nccl", "needs GPUs (generator.gpus > 0)",
-                          "Use generator.weight_backend=object_store.")
-    if r.max_staleness > 0 and cfg.algorithm.tis_cap is None and cfg.learner.updates_per_batch == 1:
-        raise ConfigError("rollout.max_staleness", r.max_staleness, "off-policy tokens need a correction",
-                          "Set algorithm.tis_cap=2 (truncated importance weights).")
-
-
-def _check_reward(cfg: Config) -> None:
-    from reward_service.steps import STEP_RULES
-
-    if cfg.data.steps and cfg.data.steps not in STEP_RULES:
-        raise ConfigError("data.steps", cfg.data.steps, f"expected one of {', '.join(STEP_RULES)}, or nothing")
-    if cfg.algorithm.options.get("overlong_share") and "soft_overlong" in cfg.reward.rules:
-        raise ConfigError("reward.rules.soft_overlong", cfg.reward.rules["soft_overlong"], "algorithm.options."
-                          "overlong_share already takes off the same penalty", "Use one of the two.")
-    if not cfg.reward.rules:
-        raise ConfigError("reward.rules", cfg.reward.rules, "expected at least one rule with a weight")
-    from reward_service.rules import RULES  # as light as this module
-
-    known = sorted({*RULES, *(cfg.reward.options.get("custom") or {})})
-    unknown = [name for name in cfg.reward.rules if name not in known]
-    if unknown:
-        raise ConfigError(f"reward.rules.{unknown[0]}", cfg.reward.rules[unknown[0]],
-                          f"unknown rule, expected one of {', '.join(known)}")
-    if cfg.reward.max_failure_share > 1:
-        raise ConfigError("reward.max_failure_share", cfg.reward.max_failure_share, "expected a share in [0, 1]")
 
 
 def table() -> str:

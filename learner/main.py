@@ -16,7 +16,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.config import Config, ConfigError, keys, validate
+from learner.checks import validate
+from learner.config import Config, ConfigError, keys
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"

@@ -1,7 +1,7 @@
-"""Step rewards by rule: where the steps of a response end and how good each is. Pure.
+"""Steps of a response: where each ends (splitters), and how good each is by rule. Pure.
 
-What process supervision (DeepSeekMath 4.1.3) reads, in the shape in which a process reward model gives it too. A rule
-maps a response to (end, reward) pairs: `end` is the offset in characters just past the step.
+What process supervision (DeepSeekMath 4.1.3) and process reward models read. An end is the offset in characters just
+past a step. A rule maps a response to (end, reward) pairs, a splitter to ends alone; `data.steps` names either.
 """
 
 from __future__ import annotations
@@ -23,6 +23,36 @@ def running_sum(response: str) -> list[tuple[int, float]]:
 
 
 STEP_RULES: dict[str, Callable[[str], list[tuple[int, float]]]] = {"running_sum": running_sum}
+
+
+# A rule says where steps end too. "separator:TEXT" is a splitter as well: a step ends with each TEXT.
+SPLITTERS: dict[str, Callable[[str], list[int]]] = {
+    "newline": lambda response: [m.end() for m in re.finditer(r"[^\n]\n+", response)],
+    "running_sum": lambda response: [end for end, _ in running_sum(response)],
+}
+_SEPARATOR = "separator:"
+
+
+def splitter(name: str) -> Callable[[str], list[int]]:
+    """The function of `data.steps`: response -> ends of its steps in order, of which the last may lie before the end
+    of the response. Raises ValueError for an unknown name."""
+    if name.startswith(_SEPARATOR) and name != _SEPARATOR:
+        text = name.removeprefix(_SEPARATOR)
+        return lambda response: [m.end() for m in re.finditer(re.escape(text), response)]
+    if name not in SPLITTERS:
+        raise ValueError(f"{name!r}: expected one of {', '.join(SPLITTERS)}, separator:TEXT")
+    return SPLITTERS[name]
+
+
+def step_ends(name: str, prefill: str, completion: str, ids: Sequence[int],
+              decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """Indices into `ids` of the last token of each step of prefill + completion, in order and each once; the last is
+    the completion's last token: what comes after the last end is a step too, that of the answer.
+
+    `ids` int [T], T >= 1; `decode` gives the text of the first n of them. Steps within the prefill have no token."""
+    ends = [end - len(prefill) for end in splitter(name)(prefill + completion)]
+    found = {token_at(ids, end, decode) for end in ends if end > 0}
+    return sorted(found | {len(ids) - 1})
 
 
 def token_at(ids: Sequence[int], end: int, decode: Callable[[Sequence[int]], str]) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from learner import algorithms
-from learner.config import CHOICES, Config, ConfigError, get, keys, validate
+from learner.checks import validate
+from learner.config import CHOICES, Config, ConfigError, get, keys
 from learner.main import CONF, load, nearest, rewrite
 
 ROOT = Path(__file__).parents[2]

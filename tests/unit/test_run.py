@@ -94,12 +94,12 @@ def test_the_end_leaves_no_process_no_shared_memory_and_nothing_half_written(tmp
 
 INTERRUPTED = """
 import runpy, sys
-from learner import config
+from learner import checks
 
 def validate(cfg):
     exec("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)")
 
-config.validate = validate
+checks.validate = validate
 sys.argv = ["learner.main", "experiment=r1_zero"]
 runpy.run_module("learner.main", run_name="__main__")
 """

@@ -1,0 +1,170 @@
+"""Every check of settings together that can be made before an engine starts (DESIGN invariant 10).
+
+Imports nothing heavier than the standard library, so that a mistake is answered in a second or two.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from learner.config import CHOICES, RANGES, Config, ConfigError, get
+
+
+def context_length(cfg: Config) -> int | None:
+    """Positions the model has, in tokens; None where only the hub knows (checked again when the model loads)."""
+    if cfg.model.max_length:
+        return cfg.model.max_length
+    if cfg.model.init == "random":
+        return cfg.model.architecture.get("max_position_embeddings")
+    file = Path(cfg.model.path) / "config.json"
+    return json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
+
+
+def validate(cfg: Config) -> None:
+    """Raise ConfigError on the first setting that cannot work. Pure but for reading the model's config.json."""
+    for key, allowed in CHOICES.items():
+        if get(cfg, key) not in allowed:
+            raise ConfigError(key, get(cfg, key), f"expected one of {', '.join(map(str, allowed))}")
+    for key, low, inclusive in RANGES:
+        value = get(cfg, key)
+        if value is None:  # an optional setting that is off
+            continue
+        if value < low or (value == low and not inclusive) or not math.isfinite(value):
+            raise ConfigError(key, value, f"expected {'at least' if inclusive else 'more than'} {low}")
+    if cfg.resume not in ("never", "auto") and "://" not in cfg.resume and not Path(cfg.resume).is_dir():
+        raise ConfigError("resume", cfg.resume, "expected one of never, auto, or the folder of a run or a checkpoint")
+    if cfg.checkpoint.keep_best:
+        from learner.checkpoint import check_best
+
+        check_best(cfg)
+    if cfg.cluster.resources:
+        from cluster.placement import check
+
+        check(cfg.cluster.resources)
+    if cfg.resume == "auto" and not cfg.run_dir:
+        raise ConfigError("resume", cfg.resume, "needs run_dir, the folder of the run to go on with")
+    _check_model(cfg)
+    _check_data(cfg)
+    _check_batches(cfg)
+    if cfg.stage == "rl":
+        _check_algorithm(cfg)
+        _check_sampling(cfg)
+        _check_reward(cfg)
+
+
+def _check_model(cfg: Config) -> None:
+    path = cfg.model.path
+    if cfg.model.init == "pretrained" and path.startswith(("/", "./", "../", "~")):
+        if not (Path(path).expanduser() / (cfg.model.gguf_file or "config.json")).is_file():
+            raise ConfigError("model.path", path, "expected a Hugging Face model directory with a config.json",
+                              "Give a path that exists, or a hub id.")
+    if cfg.stage == "pretrain" and cfg.data.kind != "corpus":
+        raise ConfigError("data.kind", cfg.data.kind, "stage=pretrain reads a corpus", "Set data=corpus.")
+    context, need = context_length(cfg), cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    if cfg.stage == "rl" and context is not None and context < need:
+        raise ConfigError(
+            "rollout.max_tokens", cfg.rollout.max_tokens,
+            f"the context of {cfg.model.name} is {context} tokens, but data.max_prompt_tokens="
+            f"{cfg.data.max_prompt_tokens} + rollout.max_tokens={cfg.rollout.max_tokens} = {need}",
+            "Lower one of the two, or choose a model with a longer context.")
+
+
+def _check_data(cfg: Config) -> None:
+    if cfg.data.kind == "files" and not cfg.data.path:
+        raise ConfigError("data.path", "", "data=files needs a file or folder of questions",
+                          "Set data.path, or data=FILE.")
+    if cfg.data.kind == "arithmetic" and not (cfg.data.terms and min(cfg.data.terms) >= 1):
+        raise ConfigError("data.terms", cfg.data.terms, "expected how many numbers a sum may have, such as [2,3,4]")
+    if cfg.data.size and cfg.data.kind != "arithmetic":
+        raise ConfigError("data.size", cfg.data.size, f"data.kind={cfg.data.kind} has a size of its own",
+                          "Leave it at 0.")
+    if cfg.data.sampler == "balanced" and not (cfg.data.kind == "files" or cfg.data.size):
+        raise ConfigError("data.sampler", cfg.data.sampler, f"prompts of data.kind={cfg.data.kind} never come again, "
+                          "so nothing is known of them", "Use data=FILE, or arithmetic with data.size.")
+    for key in ("sampler_floor", "curriculum_up", "curriculum_replay"):
+        if getattr(cfg.data, key) > 1:
+            raise ConfigError(f"data.{key}", getattr(cfg.data, key), "expected a share, at most 1")
+
+
+def _check_batches(cfg: Config) -> None:
+    r, lr = cfg.rollout, cfg.learner
+    if r.prompts_per_step % lr.updates_per_batch:
+        raise ConfigError("learner.updates_per_batch", lr.updates_per_batch,
+                          f"must divide rollout.prompts_per_step={r.prompts_per_step}, so that every optimizer step "
+                          "trains on whole groups", "Use one of "
+                          f"{[d for d in range(1, r.prompts_per_step + 1) if r.prompts_per_step % d == 0]}.")
+    if cfg.samples_per_step // lr.updates_per_batch % lr.ranks:
+        raise ConfigError("learner.ranks", lr.ranks,
+                          f"must divide the {cfg.samples_per_step // lr.updates_per_batch} samples of an optimizer "
+                          f"step (rollout.prompts_per_step={r.prompts_per_step} x rollout.group_size={r.group_size} / "
+                          f"learner.updates_per_batch={lr.updates_per_batch})")
+    longest = cfg.data.max_prompt_tokens + r.max_tokens
+    if cfg.stage == "rl" and lr.micro_batch_tokens < longest:
+        raise ConfigError("learner.micro_batch_tokens", lr.micro_batch_tokens,
+                          f"one sample may have {longest} tokens (data.max_prompt_tokens + rollout.max_tokens)",
+                          f"Set it to {longest} or more.")
+
+
+def _check_algorithm(cfg: Config) -> None:
+    a = cfg.algorithm
+    if a.group_baseline and cfg.rollout.group_size < 2:
+        raise ConfigError("rollout.group_size", cfg.rollout.group_size,
+                          f"algorithm={a.name} uses the group's mean as its baseline and needs at least 2",
+                          "Raise rollout.group_size or choose an algorithm without a group baseline.")
+    if a.advantage == "process" and not cfg.data.steps:
+        raise ConfigError("data.steps", "", f"algorithm={a.name} needs step rewards, and data.kind={cfg.data.kind} has "
+                          "no rule for them", "Use data=arithmetic, or algorithm=grpo.")
+    if (a.advantage == "gae") != a.critic:
+        raise ConfigError("algorithm.critic", a.critic, f"algorithm.advantage={a.advantage} "
+                          f"{'needs' if a.advantage == 'gae' else 'has no use for'} a critic")
+    if a.beta > 0 and a.kl_placement == "none":
+        raise ConfigError("algorithm.beta", a.beta, "a KL coefficient above 0 has no effect with "
+                          "algorithm.kl_placement=none", "Set algorithm.beta=0, or place the KL in loss or reward.")
+    for key in ("reference_reset_every", "exact_kl_tokens"):
+        if getattr(a, key) and not (a.beta > 0 and a.kl_placement != "none"):
+            raise ConfigError(f"algorithm.{key}", getattr(a, key), "there is no reference with algorithm.beta=0 or "
+                              "algorithm.kl_placement=none", "Set algorithm.beta above 0, or leave this at 0.")
+    if a.normaliser == "constant" and not (a.loss_constant and a.loss_constant > 0):
+        raise ConfigError("algorithm.loss_constant", a.loss_constant, "algorithm.normaliser=constant needs a "
+                          "positive divisor in tokens", "Usually rollout.max_tokens.")
+    if a.loss == "ppo_clip" and a.eps_low >= 1:
+        raise ConfigError("algorithm.eps_low", a.eps_low, "expected less than 1 (the ratio is clipped to 1 - eps_low)")
+
+
+def _check_sampling(cfg: Config) -> None:
+    r = cfg.rollout
+    if r.top_p > 1:
+        raise ConfigError("rollout.top_p", r.top_p, "expected a share in (0, 1]")
+    if r.top_p < 1 or r.top_k > 0:
+        key = "rollout.top_p" if r.top_p < 1 else "rollout.top_k"
+        raise ConfigError(key, get(cfg, key), "samples from a truncated distribution have no finite importance ratio "
+                          "to the policy that is trained", "Set rollout.top_p=1 and rollout.top_k=0.")
+    if cfg.generator.weight_backend == "nccl" and cfg.generator.gpus == 0:
+        raise ConfigError("generator.weight_backend", "nccl", "needs GPUs (generator.gpus > 0)",
+                          "Use generator.weight_backend=object_store.")
+    if r.max_staleness > 0 and cfg.algorithm.tis_cap is None and cfg.learner.updates_per_batch == 1:
+        raise ConfigError("rollout.max_staleness", r.max_staleness, "off-policy tokens need a correction",
+                          "Set algorithm.tis_cap=2 (truncated importance weights).")
+
+
+def _check_reward(cfg: Config) -> None:
+    from reward_service.steps import STEP_RULES
+
+    if cfg.data.steps and cfg.data.steps not in STEP_RULES:
+        raise ConfigError("data.steps", cfg.data.steps, f"expected one of {', '.join(STEP_RULES)}, or nothing")
+    if cfg.algorithm.options.get("overlong_share") and "soft_overlong" in cfg.reward.rules:
+        raise ConfigError("reward.rules.soft_overlong", cfg.reward.rules["soft_overlong"], "algorithm.options."
+                          "overlong_share already takes off the same penalty", "Use one of the two.")
+    if not cfg.reward.rules:
+        raise ConfigError("reward.rules", cfg.reward.rules, "expected at least one rule with a weight")
+    from reward_service.rules import RULES  # as light as this module
+
+    known = sorted({*RULES, *(cfg.reward.options.get("custom") or {})})
+    unknown = [name for name in cfg.reward.rules if name not in known]
+    if unknown:
+        raise ConfigError(f"reward.rules.{unknown[0]}", cfg.reward.rules[unknown[0]],
+                          f"unknown rule, expected one of {', '.join(known)}")
+    if cfg.reward.max_failure_share > 1:
+        raise ConfigError("reward.max_failure_share", cfg.reward.max_failure_share, "expected a share in [0, 1]")
