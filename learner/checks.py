@@ -48,6 +48,7 @@ def validate(cfg: Config) -> None:
     _check_model(cfg)
     _check_data(cfg)
     _check_batches(cfg)
+    _check_reward_model(cfg)
     if cfg.stage == "rl":
         _check_algorithm(cfg)
         _check_sampling(cfg)
@@ -147,6 +148,39 @@ def _check_sampling(cfg: Config) -> None:
     if r.max_staleness > 0 and cfg.algorithm.tis_cap is None and cfg.learner.updates_per_batch == 1:
         raise ConfigError("rollout.max_staleness", r.max_staleness, "off-policy tokens need a correction",
                           "Set algorithm.tis_cap=2 (truncated importance weights).")
+
+
+def _check_reward_model(cfg: Config) -> None:
+    rm, rl = cfg.reward_model, cfg.stage == "rl"
+    for key in ("heldout_share", "replay"):
+        if getattr(rm, key) >= 1:
+            raise ConfigError(f"reward_model.{key}", getattr(rm, key), "expected a share below 1")
+    if bool(rm.refresh) != bool(rm.every or rm.initial) or (rm.refresh and not rl):
+        raise ConfigError("reward_model.refresh", rm.refresh, "names the model of reward.models that is trained beside "
+                          f"a policy (stage=rl) by reward_model.every={rm.every} or reward_model.initial={rm.initial}",
+                          "Set both, or neither.")
+    if rm.refresh and rm.refresh not in cfg.reward.models:
+        raise ConfigError("reward_model.refresh", rm.refresh, "expected one of reward.models: "
+                          f"{', '.join(cfg.reward.models) or 'there is none'}")
+    if not (rm.refresh or cfg.stage == "reward_model"):
+        return
+    if rm.kind == "process" and rm.loss == "pairwise":
+        raise ConfigError("reward_model.loss", rm.loss, "a process model has labels, not pairs", "Use pointwise.")
+    if rm.kind == "process" and rm.source == "policy":
+        raise ConfigError("reward_model.source", rm.source, "samples of a policy have no label for each step",
+                          "Annotate some (+experiment=annotate_steps), then reward_model.source=files and "
+                          "reward_model.path=RUN_DIR/annotations.parquet; or reward_model.kind=outcome.")
+    if rm.refresh and rm.source != "policy":
+        raise ConfigError("reward_model.source", rm.source, "a model is refreshed on samples of the policy",
+                          "Use reward_model.source=policy.")
+    for key in ("path", "heldout_path") if rm.source == "files" else ():
+        value = getattr(rm, key)
+        if (value or key == "path") and not Path(value).expanduser().exists():
+            raise ConfigError(f"reward_model.{key}", value, "expected a file or folder of labelled answers (Parquet or "
+                              "JSON lines; docs/rewards.md)")
+    if rm.source == "policy" and not rl and "accuracy" not in cfg.reward.rules:
+        raise ConfigError("reward.rules", cfg.reward.rules, "samples are labelled by the rule accuracy",
+                          "Name it among them.")
 
 
 def _check_reward(cfg: Config) -> None:

@@ -1,7 +1,8 @@
 """The typed configuration: every setting, its default, and what is allowed of it alone.
 
-What settings must be together is in learner/checks.py. Imports nothing heavier than the standard library, so that a mistake is answered in a second or two.
-All sizes are counts of prompts, completions ("samples") or tokens; all times are seconds.
+What settings must be together is in learner/checks.py. Imports nothing heavier than the standard library, so that a
+mistake is answered in a second or two. All sizes are counts of prompts, completions ("samples") or tokens; all times
+are seconds.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class AlgorithmConfig:
 @dataclass
 class RewardConfig:
     rules: dict[str, float] = field(default_factory=dict)  # weight of each rule and of each of `models`
-    models: dict[str, Any] = field(default_factory=dict)  # reward models by name: {orm: {path: FOLDER}}; docs/rewards.md
+    models: dict[str, Any] = field(default_factory=dict)  # reward models by name: {orm: {path: FOLDER}}
     combine: str = "sum"  # sum | product
     timeout_s: float = 10.0  # hard deadline of one item
     workers: int = 1

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from learner import advantages
@@ -83,22 +82,15 @@ class Critic:
 
     def update(self, samples: list[Sample], micro_batches: int, u: int, stats: dict[str, Any]) -> None:
         """One optimizer step on the samples of optimizer step u; skipped on all ranks when anything is not finite."""
-        from learner.worker import merge
+        from learner.worker import accumulate
 
-        world = torch.distributed.get_world_size()
-        finite = torch.ones(1, device=self.device)
-        for m in range(micro_batches):
-            self.engine.set_gradient_accumulation_boundary(m == micro_batches - 1)
+        def loss(m: int) -> tuple[Tensor, dict[str, Any], bool]:
             chosen = [s for s in samples if s.update == u and s.micro_batch == m]
             b = micro_batch(chosen, self.device, samples[0] if samples else None)
             values = self.engine(b.ids, b.rows, b.columns)
-            loss, found = value_loss(b.pad(values), b.pad(b.flat("values")), b.pad(b.flat("targets")), b.weights(),
-                                     b.mask(), self.clip)
-            if not b.empty:
-                merge(stats, found)
-            finite *= float(torch.isfinite(loss.detach()))
-            self.engine.backward(loss * world)
-        torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
-        self.optimizer.skip = not bool(finite.item())
+            return *value_loss(b.pad(values), b.pad(b.flat("values")), b.pad(b.flat("targets")), b.weights(), b.mask(),
+                               self.clip), b.empty
+
+        self.optimizer.skip = not accumulate(self.engine, micro_batches, loss, stats)
         self.engine.step()
         self.optimizer.skip = False

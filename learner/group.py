@@ -20,20 +20,21 @@ GRACE_S = 10.0  # one rank has failed: how long the others have to say why
 
 class LearnerGroup:
     """`cfg`: learner.config.Config. Starts one actor a rank and joins them. What is asked of them raises LearnerLost
-    when one dies or hangs: the others cannot go on without it, and `revive` starts all of them anew."""
+    when one dies or hangs: the others cannot go on without it, and `revive` starts all of them anew.
+    `rank`: their class; `role`: the name they have, and whose places they take (cluster/placement.py)."""
 
-    def __init__(self, cfg: Any) -> None:
-        self.cfg = cfg
-        self.member = Supervised("learner", self._create, cfg.cluster, "learner.restarts", cfg.learner.restarts,
+    def __init__(self, cfg: Any, rank: type = LearnerRank, role: str = "learner") -> None:
+        self.cfg, self.rank, self.role = cfg, rank, role
+        self.member = Supervised(role, self._create, cfg.cluster, "learner.restarts", cfg.learner.restarts,
                                  cfg.learner.timeout_s, HINT)
 
     def _create(self, suffix: str) -> list[Any]:
         lr = self.cfg.learner
         env = process_env(lr.gpus)
         env["OMP_NUM_THREADS"] = str(lr.threads or max(1, int(lr.cpus)))
-        actor = ray.remote(LearnerRank)
-        return [actor.options(name=f"learner-{r}{suffix}", runtime_env={"env_vars": env},
-                              **placement.options(self.cfg, "learner", r)).remote(r, lr.ranks, self.cfg)
+        actor = ray.remote(self.rank)
+        return [actor.options(name=f"{self.role}-{r}{suffix}", runtime_env={"env_vars": env},
+                              **placement.options(self.cfg, self.role, r)).remote(r, lr.ranks, self.cfg)
                 for r in range(lr.ranks)]
 
     @property
@@ -96,6 +97,10 @@ class LearnerGroup:
         found = self._all("publish", g.bucket_mib << 20, g.sync_tolerance, probe_ids,
                           shown=f"publish version {version}", timeout_s=g.sync_timeout_s)[0]
         return Published(version, found["buckets"], found["probe"])
+
+    def score(self, job: Any) -> list[tuple[int, list[float]]]:
+        """(row of the plan, logits) of each answer of a RewardJob. Ranks must be reward_service.rank.RewardRank."""
+        return [pair for part in self._all("score", job, shown="score") for pair in part]
 
     def save_state(self, folder: str) -> None:
         """Write policy.safetensors (and critic.safetensors) into an existing folder."""

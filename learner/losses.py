@@ -207,6 +207,29 @@ def value_loss(
     return 0.5 * (weights.to(values.dtype)[:, None] * mask * square).sum(), stats
 
 
+def pointwise_reward(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
+    """sum_m w_m BCE(sigmoid(s_m), y_m): a reward model's logits [M] against labels in [0, 1], one an answer or one a
+    step (soft ones too: Math-Shepherd, 2312.08935, eq. 2). ``weights`` [M]: of the whole optimizer step."""
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
+    stats: Stats = {}
+    _put(stats, "reward_loss", loss, (weights > 0).to(logits.dtype))
+    return (weights.to(logits.dtype) * loss).sum(), stats
+
+
+def pairwise_reward(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
+    """sum_p w_p -log sigmoid(s_chosen - s_rejected) (Bradley-Terry; Ouyang et al., 2203.02155, eq. 1). ``logits`` [2P]:
+    pairs one after another, chosen first; ``weights`` [2P] alike; ``labels`` are not read."""
+    chosen, rejected = logits.reshape(-1, 2).unbind(1)
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected)
+    w = weights.reshape(-1, 2)[:, 0].to(logits.dtype)
+    stats: Stats = {}
+    _put(stats, "reward_loss", loss, (w > 0).to(logits.dtype))
+    return (w * loss).sum(), stats
+
+
+REWARD_LOSSES = {"pointwise": pointwise_reward, "pairwise": pairwise_reward}
+
+
 # -- helpers -------------------------------------------------------------------------------------------------
 
 

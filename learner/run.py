@@ -131,6 +131,10 @@ def _run(cfg: Config, run_dir: Path, started: float, stopping: Stopping, store: 
         from learner.pretrain import pretrain
 
         pretrain(cfg, run_dir)
+    elif cfg.stage == "reward_model":
+        from learner.reward_training import train
+
+        train(cfg, run_dir, stopping, store, saved)
     else:
         from learner.trainer import Trainer
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -82,19 +83,18 @@ class LearnerRank:
         import torch
 
         from learner import tensors
-        from learner.model import Policy, disable_dropout, load_model
+        from learner.model import disable_dropout
 
         torch.set_num_threads(self.cfg.learner.threads or max(1, int(self.cfg.learner.cpus)))
         self.on_gpu = self.cfg.learner.gpus > 0
         self.join(address, port)
         deepspeed.init_distributed(dist_backend="nccl" if self.on_gpu else "gloo")
         torch.manual_seed(self.cfg.seed)
-        model = load_model(self.cfg.model, self.cfg.seed)
-        model.config.use_cache = False
-        disable_dropout(model)
+        self.policy = self.build()
+        self.policy.model.config.use_cache = False
+        disable_dropout(self.policy)
         if self.cfg.learner.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-        self.policy = Policy(model, self.cfg.learner.logprob_chunk_tokens)
+            self.policy.model.gradient_checkpointing_enable()
         saved = Path(checkpoint) / "policy.safetensors" if checkpoint else None
         if saved:
             tensors.load_weights(saved, self.policy)
@@ -115,6 +115,12 @@ class LearnerRank:
 
             self.critic = Critic(self.cfg, self.device, Path(checkpoint) / "critic.safetensors" if checkpoint else None)
         return {"parameters": float(numel)}
+
+    def build(self) -> Any:
+        """The module that is trained: holds a Hugging Face model as `.model`."""
+        from learner.model import Policy, load_model
+
+        return Policy(load_model(self.cfg.model, self.cfg.seed), self.cfg.learner.logprob_chunk_tokens)
 
     # ---- training ---------------------------------------------------------------------------------------------
 
@@ -238,31 +244,22 @@ class LearnerRank:
 
     def _accumulate(self, samples: list[Sample], job: UpdateJob, u: int, stats: Stats) -> bool:
         """Forward and backward of optimizer step u; returns whether every rank's loss was finite."""
-        import torch
-
         from learner.losses import policy_loss
 
         a = self.cfg.algorithm
-        finite = torch.ones(1)
-        for m in range(job.micro_batches[u]):
-            # DeepSpeed would count micro-batches itself and step too early or too late (OpenRLHF#1131).
-            self.engine.set_gradient_accumulation_boundary(m == job.micro_batches[u] - 1)
+
+        def loss(m: int) -> tuple[Any, Stats, bool]:
             b = self._micro_batch(samples, u, m)
             logprobs, entropy = self.engine(b.ids, b.rows, b.columns, job.temperature, True, a.entropy_coef != 0)
             old = b.flat("old")
             if old is None:
                 put_mismatch(stats, logprobs, b, job.version)
-            loss, found = policy_loss(a, b.pad(logprobs), b.pad(old), b.advantages(), b.weights(), b.mask(),
-                                      b.pad(b.flat("reference")), b.pad(entropy), b.pad(b.flat("behaviour")))
-            if not b.empty:
-                merge(stats, found)
-                merge(stats, {"loss": (float(loss), 1.0 / self.world, float(loss), float(loss))})
-            finite *= float(torch.isfinite(loss.detach()))
-            self.engine.backward(loss * self.world)  # DeepSpeed averages over ranks; the weights already sum over them
-        if self.world > 1:
-            finite = finite.to(self.device)
-            torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
-        return bool(finite.item())
+            value, found = policy_loss(a, b.pad(logprobs), b.pad(old), b.advantages(), b.weights(), b.mask(),
+                                       b.pad(b.flat("reference")), b.pad(entropy), b.pad(b.flat("behaviour")))
+            total = float(value)
+            return value, found | {"loss": (total, 1.0 / self.world, total, total)}, b.empty
+
+        return accumulate(self.engine, job.micro_batches[u], loss, stats)
 
     def _step(self, learning_rate: float, finite: bool) -> dict[str, float]:
         """One optimizer step, skipped on all ranks alike when anything is not finite; weights then stay as they are."""
@@ -339,6 +336,26 @@ class LearnerRank:
             tokenizer.save_pretrained(beside)
             shutil.rmtree(directory, ignore_errors=True)  # of an earlier end of a run that was resumed
             beside.rename(directory)
+
+
+def accumulate(engine: Any, count: int, loss: Callable[[int], tuple[Any, Stats, bool]], stats: Stats) -> bool:
+    """Forward and backward of one optimizer step of `count` micro-batches; whether every rank's loss was finite.
+
+    `loss(m)`: of micro-batch m, its statistics, and whether it is an empty one that only keeps ranks in step."""
+    import torch
+
+    world, finite = torch.distributed.get_world_size(), torch.ones(1, device=engine.device)
+    for m in range(count):
+        # DeepSpeed would count micro-batches itself and step too early or too late (OpenRLHF#1131).
+        engine.set_gradient_accumulation_boundary(m == count - 1)
+        value, found, empty = loss(m)
+        if not empty:
+            merge(stats, found)
+        finite *= float(torch.isfinite(value.detach()))
+        engine.backward(value * world)  # DeepSpeed averages over ranks; the weights already sum over them
+    if world > 1:
+        torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
+    return bool(finite.item())
 
 
 def put_mismatch(stats: Stats, logprobs: Any, batch: MicroBatch, version: int) -> None:
