@@ -36,7 +36,7 @@ def load_files(path: str | Path, *, template: str = "r1_zero", question_key: str
     """All prompts of `path`, in file order. DataFileError: not there, empty, not readable, a cell missing or odd."""
     path = Path(path).expanduser()
     prompts = []
-    for file, number, row in _rows(path):
+    for file, number, row in rows(path):
         reader = _verl_row if "prompt" in row and "reward_model" in row else _plain_row
         fields = reader(file, number, row, question_key, answer_key)
         prompts.append(make_prompt(template=template, **fields))
@@ -45,7 +45,7 @@ def load_files(path: str | Path, *, template: str = "r1_zero", question_key: str
     return prompts
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def rows(path: Path) -> Iterator[Row]:
     if not path.exists():
         raise DataFileError(path, "no such file or folder; check data.path")
     if path.is_dir():
@@ -98,7 +98,7 @@ def _folder_rows(path: Path) -> Iterator[Row]:
     if not files:
         raise DataFileError(path, "holds neither a saved Hugging Face data set nor Parquet or JSON-lines files")
     for file in files:
-        yield from _rows(file)
+        yield from rows(file)
 
 
 def _plain_row(path: Path, number: int, row: dict[str, Any], question_key: str, answer_key: str) -> dict[str, Any]:

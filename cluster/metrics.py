@@ -144,6 +144,10 @@ METRICS: dict[str, Metric] = {
     "critic/vf_explained_var": M("1", "share of the targets' variance the values explain; at most 1", "mean", "verl"),
     "critic/vf_clipfrac": M("share", "tokens whose value is clipped", "mean", "verl critic/vf_clipfrac"),
     "pretrain/loss": M("nats", "next-token cross-entropy on the corpus", "mean"),
+    "reward_model/loss": M("nats", "loss of the reward model that is trained, mean over its labelled ends", "mean"),
+    "reward_model/heldout/{measure}": M("1", "the trained reward model on held-out answers: auc, accuracy, loss, "
+                                        "brier, calibration_error", "last"),
+    "reward_model/iteration": M("1", "how often iterative RL has trained its reward model", "last"),
     "training/rollout_logprob_diff": M("nats", "|train - generate| log-prob of the sampled tokens", "spread"),
     "training/policy_version": M("versions", "version of the policy after the step", "last"),
     "training/staleness": M("versions", "trained version minus the version that generated", "spread"),
