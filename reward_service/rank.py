@@ -77,7 +77,9 @@ class RewardRank(LearnerRank):
         def loss(m: int) -> tuple[Tensor, Stats, bool]:
             b = self._batch([a for a in answers if a.micro_batch == m], job.loss)
             logits = self.engine(b.ids, b.rows, b.columns)
-            return *REWARD_LOSSES[job.loss](logits, b.labels, b.weights), b.empty
+            value, found = REWARD_LOSSES[job.loss](logits, b.labels, b.weights)
+            total = float(value)
+            return value, found | {"loss": (total, 1.0 / self.world, total, total)}, b.empty
 
         finite = accumulate(self.engine, job.micro_batches, loss, stats)
         return {"stats": stats, "steps": [self._step(job.learning_rate, finite)]}
