@@ -25,10 +25,10 @@ import psutil
 
 from tests.flow.test_loop import QUIET, Run, Starter
 
-# The titles Ray gives to the processes of its actors. The workers of the reward service are children of its actor.
-TITLES = {"generator": "ray::Generator", "reference": "ray::Reference", "rewards": "ray::RewardService",
-          "learner": "ray::LearnerRank", "rollout_writer": "ray::RolloutWriter"}
-KINDS = (*TITLES, "reward_worker")
+# Classes of the actors. The workers of the reward service are children of its actor.
+CLASSES = {"generator": "Generator", "reference": "Reference", "rewards": "RewardService", "learner": "LearnerRank",
+           "rollout_writer": "RolloutWriter"}
+KINDS = (*CLASSES, "reward_worker")
 PAUSE_S = 0.5  # longest time from a step's end to the kill: about a step, so that every phase is hit
 WAIT_S = 60.0
 # A constant rate, so that the first steps of a run do not depend on how many follow.
@@ -47,7 +47,8 @@ def victims(run: Run, kind: str) -> list[psutil.Process]:
     found = []
     for p in run.processes():
         with suppress(psutil.NoSuchProcess):
-            if " ".join(p.cmdline()).startswith(TITLES[kind]):
+            # Ray's title of the process; while the constructor runs the actor's name stands before the class.
+            if re.match(rf"ray::(\S+:)?{CLASSES[kind]}\b", " ".join(p.cmdline())):
                 found.append(p)
     return sorted(found, key=lambda p: p.pid)
 

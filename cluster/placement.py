@@ -35,7 +35,7 @@ class Bundle:
 
 def bundles(cfg: Any) -> list[Bundle]:
     """One for each actor of the run that reserves something. `cfg`: learner.config.Config."""
-    rl = cfg.stage == "rl"
+    rl = cfg.generates
     counts = {"learner": (cfg.learner.ranks, cfg.learner.cpus, cfg.learner.gpus),
               "generator": (cfg.generator.count * rl, cfg.generator.cpus, cfg.generator.gpus),
               "reference": (cfg.reference.count * has_reference(cfg), cfg.reference.cpus, cfg.reference.gpus),

@@ -10,6 +10,7 @@ import numpy as np
 from cluster.metrics import LOSS_NAMES, Stat
 from learner import regimes
 from learner.assemble import Assembled, Scores
+from learner.evaluate import MAJ_K, PASS_KS, summarise
 
 STATUS_NAMES = ("ok", "error", "timeout", "ungradable")
 
@@ -44,6 +45,16 @@ def step_metrics(groups: Sequence[Any], scores: Scores, batch: Assembled, result
         values["sync/logprob_max_abs_diff"] = synced["probe_max_abs_diff"]
         values["sync/bytes"] = synced["bytes"]
     return values
+
+
+def evaluation(groups: Sequence[Any], scores: Scores, samples: int) -> dict[str, Any]:
+    """learner/evaluate.py's row for graded groups of `samples` answers each."""
+    n = [len(g.meta.lengths) for g in groups]
+    return summarise(
+        [g.prompt.prompt_id for g, k in zip(groups, n, strict=True) for _ in range(k)],
+        [i for k in n for i in range(k)], list(scores.accuracy), list(scores.format), scores.extracted,
+        [int(v) for g in groups for v in g.meta.lengths], ks=tuple(k for k in PASS_KS if k <= samples),
+        maj_k=min(MAJ_K, samples))
 
 
 def reward_metrics(metas: Sequence[Any], scores: Scores) -> dict[str, float | Stat]:

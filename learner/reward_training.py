@@ -183,7 +183,6 @@ class _Stage:
 def sampled(cfg: Config, run_dir: Path, tokenizer: Any) -> tuple[Answers, Answers]:
     """(train, held out): samples of the policy, graded by reward.rules; they are kept in RUN_DIR/answers."""
     from actors.prompts import PromptStream
-    from actors.records import SamplingParams
     from learner.assemble import read_scores
     from learner.sampling import Engines
 
@@ -195,7 +194,7 @@ def sampled(cfg: Config, run_dir: Path, tokenizer: Any) -> tuple[Answers, Answer
         prompts = {"train": PromptStream(engines.train, cfg.seed).next(cfg.reward_model.prompts),
                    "heldout": engines.heldout}
         for side, chosen in prompts.items():
-            groups, scored = engines.sample(chosen, r.group_size, SamplingParams(r.max_tokens, r.temperature))
+            groups, scored = engines.sample([engines.request(p, r.group_size, r.temperature) for p in chosen])
             answers = of_samples([g.meta for g in groups], [g.table for g in groups], read_scores(scored).accuracy,
                                  cfg.reward_model.loss == "pairwise")
             if not len(answers):

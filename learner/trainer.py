@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.prompts import Prompt, build_dataset
+from actors.prompts import Prompt
 from actors.records import SamplingParams
 from actors.reference import ReferencePool
 from actors.rollouts import Dispatcher, GeneratorPool, Group
@@ -27,13 +27,13 @@ from cluster.metrics import MetricLog, flatten
 from cluster.progress import Progress
 from learner import checkpoint, guards, preflight, regimes, resume, summary
 from learner.assemble import Assembled, Scores, alive, assemble, read_scores
-from learner.config import Config, ConfigError
-from learner.evaluate import MAJ_K, PASS_KS, summarise
+from learner.config import Config
 from learner.group import LearnerGroup
-from learner.measure import step_metrics
+from learner.measure import evaluation, step_metrics
 from learner.model import load_tokenizer, materialise, model_size, stop_ids
 from learner.run import RunError, Stopping
 from learner.sampler import Sampler
+from learner.sampling import Request, datasets, encode, in_flight, sample
 from learner.schedule import learning_rate
 from learner.services import RewardClient, RolloutLog
 from learner.sources import COLUMNS, given_group
@@ -207,25 +207,13 @@ class Trainer:
 
     def load_data(self) -> None:
         """Prompts of both sides; and do the rewards judge what is known of them?"""
-        cfg = self.cfg
-
-        def count(text: str) -> int:
-            return len(self.encode(text))
-
-        try:
-            train = build_dataset(cfg.data, "train", count)
-            heldout = build_dataset(cfg.data, "heldout", count)
-        except ValueError as error:
-            raise ConfigError("data", cfg.data.kind, str(error)) from error
-        self.sampler = Sampler(cfg.data, train, cfg.seed)
-        self.heldout = heldout.prompts()[: cfg.data.heldout_size]
-        if note := preflight.check_rewards(cfg, self.heldout)[1]:
+        train, self.heldout = datasets(self.cfg, self.tokenizer)
+        self.sampler = Sampler(self.cfg.data, train, self.cfg.seed)
+        if note := preflight.check_rewards(self.cfg, self.heldout)[1]:
             print(f"volley: note: {note}", flush=True)
 
     def encode(self, text: str) -> list[int]:
-        """Prompt ids, with the tokens the tokenizer puts before a text (BOS) and none that it puts after."""
-        ids = self.tokenizer(text)["input_ids"]
-        return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
+        return encode(self.tokenizer, text)
 
     def draw(self) -> tuple[list[Group], list[Any]]:
         """The groups of a step and their SCORED batches, in order of id: prompts_per_step of them, and with
@@ -356,28 +344,19 @@ class Trainer:
         if every and self.evaluated < self.done < self.cfg.steps and self.done % every == 0:
             self.evaluate(self.done, self.cfg.evaluation.samples_during)
 
+    def sample(self, prompts: list[Prompt], n: int, temperature: float) -> tuple[list[Group], list[Any]]:
+        """Groups that are not trained on, and their SCORED batches, in the order of the prompts."""
+        requests = [Request(p, self.encode(p.text), n, SamplingParams(self.cfg.rollout.max_tokens, temperature))
+                    for p in prompts]
+        first = EVALUATION_IDS - self.evaluations - 1
+        self.evaluations += len(prompts)
+        return sample(self.dispatch(), self.rewards, requests, first, self.version, in_flight(self.cfg))
+
     def evaluate(self, step: int, samples: int) -> dict[str, Any]:
         """pass@k, maj@k, format and length on the held-out prompts, sampled at evaluation.temperature."""
         begun = time.monotonic()
-        sampling = SamplingParams(self.cfg.rollout.max_tokens, self.cfg.evaluation.temperature)
-        dispatcher = self.dispatch()
-        for prompt in self.heldout:
-            self.evaluations += 1
-            dispatcher.submit(EVALUATION_IDS - self.evaluations, prompt, self.encode(prompt.text), samples, sampling,
-                              self.version)
-        groups: list[Group] = []
-        while dispatcher.tickets:
-            for group in dispatcher.finished():
-                self.rewards.submit(group)
-                groups.append(group)
-        groups.sort(key=lambda g: -g.meta.group_id)
-        scores = read_scores(self.rewards.collect(groups))
-        n = [len(g.meta.lengths) for g in groups]
-        found = summarise(
-            [g.prompt.prompt_id for g, k in zip(groups, n, strict=True) for _ in range(k)],
-            [i for k in n for i in range(k)], list(scores.accuracy), list(scores.format), scores.extracted,
-            [int(v) for g in groups for v in g.meta.lengths], ks=tuple(k for k in PASS_KS if k <= samples),
-            maj_k=min(MAJ_K, samples))
+        groups, scored = self.sample(self.heldout, samples, self.cfg.evaluation.temperature)
+        found = evaluation(groups, read_scores(scored), samples)
         found["seconds"] = time.monotonic() - begun
         self.measured |= self.log.log(
             step, {f"eval/{k}": v for k, v in found.items() if k != "seconds" and v is not None})
