@@ -105,7 +105,7 @@ GROUP_STATES = {
 }  # fmt: skip
 ROLES = {
     "generator": "generators", "learner": "the learner, all its ranks,", "reference": "references",
-    "rewards": "the reward service", "rollout_writer": "the writer of rollouts",
+    "rewards": "the reward service", "rollout_writer": "the writer of rollouts", "reward_model": "reward models",
 }  # fmt: skip
 # A name may end in {placeholder}: it then covers a family, such as reward_part/accuracy.
 METRICS: dict[str, Metric] = {
@@ -118,6 +118,7 @@ METRICS: dict[str, Metric] = {
     "reward/format": M("share", "completions in the asked format, of those graded", "mean"),
     **{f"reward/{s}_share": M("share", f"rewards with status {s}", "mean") for s in STATUSES},
     "reward_part/{rule}": M("reward", "one rule's score before its weight", "mean", "TRL rewards/*/mean"),
+    "reward_gap/{model}": M("reward", "mean score of a reward model less gold accuracy, same answers", "mean"),
     "reward/overlong_penalty": M("reward", "what algorithm.options.overlong_share took off a reward", "mean"),
     "data/curriculum_level": M("1", "difficulty level the curriculum is at", "last"),
     "advantage": M("1", "advantage of a sample", "spread", "verl critic/advantages/*"),
@@ -166,6 +167,8 @@ METRICS: dict[str, Metric] = {
     "perf/gen_tokens_per_s": M("tokens/s", "completion tokens over the time spent generating", "last"),
     "eval/pass@{k}": M("share", "unbiased estimate that one of k samples is right, held-out set", "last"),
     "eval/maj@{k}": M("share", "plurality answer of k samples is right, held-out set", "last"),
+    "eval/best@16/{model}": M("share", "of 16 samples the one with the highest score is right, held-out set", "last"),
+    "eval/weighted_maj@16/{model}": M("share", "of 16 samples the answer with the most score is right", "last"),
     "eval/format": M("share", "held-out completions in the asked format", "last"),
     "eval/length": M("tokens", "mean held-out completion length", "last"),
     "eval/prompts": M("prompts", "held-out prompts evaluated", "last"),

@@ -14,7 +14,7 @@ from typing import Any
 from cluster.plan import has_reference
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")  # Ray's
-ROLES = ("learner", "generator", "reference", "rewards")
+ROLES = ("learner", "generator", "reference", "rewards", "reward_model", "reward_learner")
 REWARDS_CPUS = 0.5
 NODES_SHOWN = 6
 _reserved: dict[str, Any] = {"group": None, "bundles": {}}  # of the run in this process
@@ -35,8 +35,11 @@ class Bundle:
 
 def bundles(cfg: Any) -> list[Bundle]:
     """One for each actor of the run that reserves something. `cfg`: learner.config.Config."""
-    rl = cfg.generates
-    counts = {"learner": (cfg.learner.ranks, cfg.learner.cpus, cfg.learner.gpus),
+    rl, rm = cfg.generates, cfg.reward_model
+    training = cfg.stage == "reward_model" or bool(rm.refresh)
+    counts = {"learner": (cfg.learner.ranks * (rl or cfg.stage == "pretrain"), cfg.learner.cpus, cfg.learner.gpus),
+              "reward_learner": (cfg.learner.ranks * training, cfg.learner.cpus, cfg.learner.gpus),
+              "reward_model": (rm.count * bool(rl and cfg.reward.models), rm.cpus, rm.gpus),
               "generator": (cfg.generator.count * rl, cfg.generator.cpus, cfg.generator.gpus),
               "reference": (cfg.reference.count * has_reference(cfg), cfg.reference.cpus, cfg.reference.gpus),
               "rewards": (int(rl), REWARDS_CPUS, 0.0)}

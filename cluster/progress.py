@@ -34,7 +34,8 @@ SHOWN = (
 )
 REGIMES = ("saturated", "learnable", "collapsed", "scattered")
 # rows of the before/after table and their format; a name ending in @ stands for every k
-MEASURES = (("pass@", "{:.3f}"), ("maj@", "{:.3f}"), ("format", "{:.3f}"), ("length", "{:.1f}"))
+MEASURES = (("pass@", "{:.3f}"), ("maj@", "{:.3f}"), ("best@", "{:.3f}"), ("weighted_maj@", "{:.3f}"),
+            ("format", "{:.3f}"), ("length", "{:.1f}"))
 
 
 def sparkline(values: list[float]) -> str:
@@ -142,7 +143,7 @@ def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     rows = []
     for prefix, form in MEASURES:
         names = [n for n in {**before, **after} if n == prefix or (prefix[-1] == "@" and n.startswith(prefix))]
-        for name in sorted(names, key=lambda n: int(n.partition("@")[2] or 0)):
+        for name in sorted(names, key=lambda n: (int("0" + n.partition("@")[2].partition("/")[0]), n)):
             old, new = before.get(name), after.get(name)
             change = "-" if old is None or new is None else f"{round(new - old, 3):+}"
             rows.append((name, *("-" if v is None else form.format(v) for v in (old, new)), change))

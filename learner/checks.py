@@ -114,9 +114,8 @@ def _check_algorithm(cfg: Config) -> None:
         raise ConfigError("rollout.group_size", cfg.rollout.group_size,
                           f"algorithm={a.name} uses the group's mean as its baseline and needs at least 2",
                           "Raise rollout.group_size or choose an algorithm without a group baseline.")
-    if a.advantage == "process" and not cfg.data.steps:
-        raise ConfigError("data.steps", "", f"algorithm={a.name} needs step rewards, and data.kind={cfg.data.kind} has "
-                          "no rule for them", "Use data=arithmetic, or algorithm=grpo.")
+    if a.advantage == "process":
+        _check_steps(cfg)
     if (a.advantage == "gae") != a.critic:
         raise ConfigError("algorithm.critic", a.critic, f"algorithm.advantage={a.advantage} "
                           f"{'needs' if a.advantage == 'gae' else 'has no use for'} a critic")
@@ -134,6 +133,19 @@ def _check_algorithm(cfg: Config) -> None:
         raise ConfigError("algorithm.eps_low", a.eps_low, "expected less than 1 (the ratio is clipped to 1 - eps_low)")
 
 
+def _check_steps(cfg: Config) -> None:
+    """Process supervision: each step is rewarded by a process model, or by a rule."""
+    from reward_service.meaning import supervisor
+    from reward_service.steps import STEP_RULES
+
+    if not supervisor(cfg) and cfg.data.steps not in STEP_RULES:
+        raise ConfigError("data.steps", cfg.data.steps, f"algorithm={cfg.algorithm.name} needs step rewards: a process "
+                          f"model among reward.models, or one of the rules {', '.join(STEP_RULES)}", "Use reward=prm, "
+                          "data=arithmetic, or algorithm=grpo.")
+    if supervisor(cfg) and cfg.reward.combine != "sum":
+        raise ConfigError("reward.combine", cfg.reward.combine, "the rewards of single steps add up", "Use sum.")
+
+
 def _check_sampling(cfg: Config) -> None:
     r = cfg.rollout
     if r.top_p > 1:
@@ -148,6 +160,37 @@ def _check_sampling(cfg: Config) -> None:
     if r.max_staleness > 0 and cfg.algorithm.tis_cap is None and cfg.learner.updates_per_batch == 1:
         raise ConfigError("rollout.max_staleness", r.max_staleness, "off-policy tokens need a correction",
                           "Set algorithm.tis_cap=2 (truncated importance weights).")
+
+
+def _check_models(cfg: Config) -> None:
+    from reward_service.meaning import NEW, meaning
+    from reward_service.rules import RULES
+
+    for name, settings in cfg.reward.models.items():
+        key = f"reward.models.{name}"
+        if name in RULES or name in (cfg.reward.options.get("custom") or {}):
+            raise ConfigError(key, settings, "there is a rule of this name", "Choose another.")
+        if not isinstance(settings, dict) or not isinstance(settings.get("path"), str):
+            raise ConfigError(key, settings, "expected a path: the folder or hub id of a reward model",
+                              f"{key}.path=outputs/RUN/model; +experiment=train_orm makes one.")
+        if unknown := sorted(set(settings) - {"path", "kind", "probability", "steps"}):
+            raise ConfigError(f"{key}.{unknown[0]}", settings[unknown[0]],
+                              "unknown; known are path, kind, probability, steps")
+        if name not in cfg.reward.rules:
+            raise ConfigError(key, settings["path"], "has no weight", f"Give one: +reward.rules.{name}=1.0 (0: only "
+                              "measured).")
+        path, rm = settings["path"], cfg.reward_model
+        if path == NEW and not (rm.refresh == name and rm.initial):
+            raise ConfigError(f"{key}.path", path, "a new model says nothing before it is trained",
+                              f"Set reward_model.refresh={name} and reward_model.initial=true, or give a trained one.")
+        local = path.startswith(("/", ".", "~", "outputs/"))
+        if path != NEW and local and not (Path(path).expanduser() / "config.json").is_file():
+            raise ConfigError(f"{key}.path", path, "expected a Hugging Face directory with a config.json",
+                              "Give a path that exists, or a hub id.")
+        how = None if path == NEW else meaning(path, settings)
+        if how and how.kind == "process" and not (how.steps or cfg.data.steps):
+            raise ConfigError("data.steps", "", f"the process model {name} scores steps, and nothing says where they "
+                              "end", "Set data.steps, such as newline.")
 
 
 def _check_reward_model(cfg: Config) -> None:
@@ -184,10 +227,13 @@ def _check_reward_model(cfg: Config) -> None:
 
 
 def _check_reward(cfg: Config) -> None:
-    from reward_service.steps import STEP_RULES
+    from reward_service.steps import splitter
 
-    if cfg.data.steps and cfg.data.steps not in STEP_RULES:
-        raise ConfigError("data.steps", cfg.data.steps, f"expected one of {', '.join(STEP_RULES)}, or nothing")
+    if cfg.data.steps:
+        try:
+            splitter(cfg.data.steps)
+        except ValueError as error:
+            raise ConfigError("data.steps", cfg.data.steps, str(error).partition(": ")[2] + ", or nothing") from error
     if cfg.algorithm.options.get("overlong_share") and "soft_overlong" in cfg.reward.rules:
         raise ConfigError("reward.rules.soft_overlong", cfg.reward.rules["soft_overlong"], "algorithm.options."
                           "overlong_share already takes off the same penalty", "Use one of the two.")
@@ -195,10 +241,13 @@ def _check_reward(cfg: Config) -> None:
         raise ConfigError("reward.rules", cfg.reward.rules, "expected at least one rule with a weight")
     from reward_service.rules import RULES  # as light as this module
 
-    known = sorted({*RULES, *(cfg.reward.options.get("custom") or {})})
+    known = sorted({*RULES, *(cfg.reward.options.get("custom") or {}), *cfg.reward.models})
     unknown = [name for name in cfg.reward.rules if name not in known]
     if unknown:
         raise ConfigError(f"reward.rules.{unknown[0]}", cfg.reward.rules[unknown[0]],
                           f"unknown rule, expected one of {', '.join(known)}")
+    if not any(cfg.reward.rules.values()):
+        raise ConfigError("reward.rules", cfg.reward.rules, "every weight is 0: nothing is rewarded")
+    _check_models(cfg)
     if cfg.reward.max_failure_share > 1:
         raise ConfigError("reward.max_failure_share", cfg.reward.max_failure_share, "expected a share in [0, 1]")

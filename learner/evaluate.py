@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 PASS_KS, MAJ_K = (1, 8, 64), 8  # the pass@k and maj@k that are reported where there are so many samples
+RERANK_N = 16  # of how many samples a reward model chooses, where there are so many
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -41,6 +42,58 @@ def maj_at_k(extracted: Sequence[str], correct: Sequence[bool], k: int) -> float
             winner = max(votes, key=votes.__getitem__)
             wins += bool(correct[list(extracted).index(winner, start)])
     return wins / blocks
+
+
+def best_of_n(scores: Sequence[float], correct: Sequence[bool], n: int) -> float:
+    """Share of blocks of n samples whose highest-scored sample is right (best-of-N), in sample order; blocks as in
+    `maj_at_k`, ties go to the sample seen first. Raises ValueError as that does."""
+    wins = [bool(correct[start + int(np.argmax(scores[start : start + n]))])
+            for start in _blocks(len(scores), len(correct), n, "best")]
+    return float(np.mean(wins))
+
+
+def weighted_maj_at_k(extracted: Sequence[str], correct: Sequence[bool], scores: Sequence[float], k: int) -> float:
+    """`maj_at_k` with a vote as heavy as the sample's score, which must not be negative (Math-Shepherd, 2312.08935,
+    eq. 7: self-consistency and reward model together)."""
+    wins = []
+    for start in _blocks(len(extracted), len(correct), k, "weighted maj"):
+        votes: Counter[str] = Counter()
+        for i in range(start, start + k):
+            if extracted[i]:
+                votes[extracted[i]] += scores[i]
+        winner = max(votes, key=votes.__getitem__) if votes else None
+        wins.append(winner is not None and bool(correct[list(extracted).index(winner, start)]))
+    return float(np.mean(wins))
+
+
+def _blocks(samples: int, grades: int, n: int, what: str) -> range:
+    if samples != grades or not 1 <= n <= samples:
+        raise ValueError(f"{what}@{n} needs at least {n} samples a prompt, each with a grade: there are {samples} "
+                         f"samples and {grades} grades")
+    return range(0, samples // n * n, n)
+
+
+def rerank(prompt_ids: Sequence[str], correct: Sequence[float], extracted: Sequence[str],
+           judged: Mapping[str, Sequence[float]], n: int = RERANK_N) -> dict[str, float | None]:
+    """{"maj@n", "best@n/MODEL", "weighted_maj@n/MODEL"} of the same samples, per sample and grouped by prompt in their
+    order; `judged`: scores by model. What a model has no score for, or no grade (nan), takes no part; None where no
+    prompt has n samples left, and for weighted votes where a score is negative."""
+    grades = np.asarray(correct, np.float64)
+    known = ~np.isnan(grades)
+    for scores in judged.values():
+        known &= ~np.isnan(np.asarray(scores, np.float64))
+    members: dict[str, list[int]] = {}
+    for i in np.flatnonzero(known):
+        members.setdefault(str(prompt_ids[i]), []).append(int(i))
+    chosen = [np.array(m) for m in members.values() if len(m) >= n]
+    words = np.asarray(extracted, dtype=object)
+    found: dict[str, float | None] = {f"maj@{n}": _mean([maj_at_k(list(words[m]), grades[m] >= 1, n) for m in chosen])}
+    for name, scores in judged.items():
+        s = np.asarray(scores, np.float64)
+        found[f"best@{n}/{name}"] = _mean([best_of_n(s[m], grades[m] >= 1, n) for m in chosen])
+        found[f"weighted_maj@{n}/{name}"] = None if any((s[m] < 0).any() for m in chosen) else _mean(
+            [weighted_maj_at_k(list(words[m]), grades[m] >= 1, s[m], n) for m in chosen])
+    return found
 
 
 def summarise(

@@ -17,6 +17,7 @@ from cluster.failures import LearnerLost
 from learner.assemble import read_scores
 from learner.reward_training import RewardLearner, load_answers, save_answers, shown
 from reward_service.labelled import Answers, of_samples
+from reward_service.meaning import NEW
 
 if TYPE_CHECKING:
     from learner.trainer import Trainer
@@ -45,7 +46,7 @@ class Refresher:
         if self.iteration:
             return str(self.folder / f"{self.iteration:03d}")
         path = self.cfg.reward.models[self.name]["path"]
-        return self.cfg.reward_model.init or self.trainer.model_path if path == "new" else path
+        return self.cfg.reward_model.init or self.trainer.model_path if path == NEW else path
 
     def refresh(self, step: int) -> None:
         """One iteration: sample, label, train, serve. Its files are whole before the run depends on them."""

@@ -10,15 +10,16 @@ import numpy as np
 from cluster.metrics import LOSS_NAMES, Stat
 from learner import regimes
 from learner.assemble import Assembled, Scores
-from learner.evaluate import MAJ_K, PASS_KS, summarise
+from learner.evaluate import MAJ_K, PASS_KS, RERANK_N, rerank, summarise
 
 STATUS_NAMES = ("ok", "error", "timeout", "ungradable")
 
 
 def step_metrics(groups: Sequence[Any], scores: Scores, batch: Assembled, result: dict[str, Any] | None,
                  synced: dict[str, float], timing: dict[str, float], version: int, books: dict[str, int],
-                 restarts: dict[str, int]) -> dict[str, float | Stat]:
-    """name -> value of everything logged in a step. `groups` have .meta (GroupMeta); `restarts`: by role of actor."""
+                 restarts: dict[str, int], models: Sequence[str] = ()) -> dict[str, float | Stat]:
+    """name -> value of everything logged in a step. `groups` have .meta (GroupMeta); `restarts`: by role of actor;
+    `models`: names of the reward models."""
     metas = [g.meta for g in groups]
     lengths = np.concatenate([m.lengths for m in metas])
     prompts = np.array([m.prompt_tokens for m in metas])
@@ -37,7 +38,7 @@ def step_metrics(groups: Sequence[Any], scores: Scores, batch: Assembled, result
         **{f"{role}/restarts": float(n) for role, n in restarts.items()},
         **{f"timing_s/{k}": v for k, v in timing.items()},
         **{f"regime/{k}": v for k, v in regimes.shares(batch.regimes).items()},
-        **reward_metrics(metas, scores),
+        **reward_metrics(metas, scores, models),
     }
     if result:
         values |= learner_metrics(result)
@@ -47,18 +48,23 @@ def step_metrics(groups: Sequence[Any], scores: Scores, batch: Assembled, result
     return values
 
 
-def evaluation(groups: Sequence[Any], scores: Scores, samples: int) -> dict[str, Any]:
-    """learner/evaluate.py's row for graded groups of `samples` answers each."""
+def evaluation(groups: Sequence[Any], scores: Scores, samples: int, models: Sequence[str] = ()) -> dict[str, Any]:
+    """learner/evaluate.py's row for graded groups of `samples` answers each, and what re-ranking by `models` gives."""
     n = [len(g.meta.lengths) for g in groups]
-    return summarise(
-        [g.prompt.prompt_id for g, k in zip(groups, n, strict=True) for _ in range(k)],
-        [i for k in n for i in range(k)], list(scores.accuracy), list(scores.format), scores.extracted,
+    names = [g.prompt.prompt_id for g, k in zip(groups, n, strict=True) for _ in range(k)]
+    found = summarise(
+        names, [i for k in n for i in range(k)], list(scores.accuracy), list(scores.format), scores.extracted,
         [int(v) for g in groups for v in g.meta.lengths], ks=tuple(k for k in PASS_KS if k <= samples),
         maj_k=min(MAJ_K, samples))
+    if models and samples >= RERANK_N:
+        judged = {m: np.array([p.get(m, np.nan) for p in scores.parts], np.float64) for m in models}
+        found |= rerank(names, scores.accuracy, scores.extracted, judged)
+    return found
 
 
-def reward_metrics(metas: Sequence[Any], scores: Scores) -> dict[str, float | Stat]:
-    """Rewards of ok samples only; the shares of all statuses; the groups without variance."""
+def reward_metrics(metas: Sequence[Any], scores: Scores, models: Sequence[str] = ()) -> dict[str, float | Stat]:
+    """Rewards of ok samples only; the shares of all statuses; the groups without variance; how far `models`, names of
+    reward models, are from the gold answers."""
     ok = scores.valid
     values: dict[str, float | Stat] = {
         f"reward/{s}_share": float(np.mean([t == s for t in scores.statuses])) for s in STATUS_NAMES}
@@ -71,6 +77,11 @@ def reward_metrics(metas: Sequence[Any], scores: Scores) -> dict[str, float | St
     for name in sorted({k for p in scores.parts for k in p}):
         values[f"reward_part/{name}"] = Stat.of([p[name] for p, good in zip(scores.parts, ok, strict=True)
                                                  if good and name in p])
+    for name in models:
+        both = [(p[name], a) for p, a, good in zip(scores.parts, scores.accuracy, ok, strict=True)
+                if good and name in p and not np.isnan(a)]
+        if both:
+            values[f"reward_gap/{name}"] = float(np.mean([score - right for score, right in both]))
     stds, start = [], 0
     for m in metas:
         mine = slice(start, start + len(m.lengths))

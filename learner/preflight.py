@@ -268,10 +268,12 @@ def probe_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
 
     Scored as in training, by a killable worker. Raises PreflightError where statuses would stop the run, where no right
     answer is judged right, or where the wrong one is."""
+    from reward_service.combine import rule_weights
     from reward_service.pool import RewardPool
     from reward_service.rules import RewardItem
 
-    reward = {"rules": cfg.reward.rules, "combine": cfg.reward.combine, "timeout_s": cfg.reward.timeout_s,
+    reward = {"rules": rule_weights(cfg.reward.rules, cfg.reward.models), "combine": cfg.reward.combine,
+              "timeout_s": cfg.reward.timeout_s,
               "options": {"max_tokens": cfg.rollout.max_tokens, **cfg.reward.options}}
 
     def item(name: str, p: Prompt, answer: str) -> RewardItem:

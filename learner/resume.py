@@ -61,6 +61,7 @@ def state(trainer: Trainer) -> dict[str, Any]:
     books = trainer.ledger
     return {
         **{name: getattr(trainer, name) for name in FIELDS}, "sampler": trainer.sampler.state(),
+        **({"refresher": trainer.refresher.state()} if trainer.refresher else {}),
         "wandb_id": trainer.log.wandb_id, "config": trainer.settings,
         "metrics": {name: value for name, value in trainer.measured.items() if math.isfinite(value)},
         "ledger": {"admitted": books.admitted, "trained": books.trained, "filtered": dict(books.filtered)},
@@ -76,11 +77,14 @@ def last(trainer: Trainer) -> tuple[Path | None, dict[str, Any]]:
     return trainer.saved, json.loads(json.dumps(trainer.origin))
 
 
-def restore(trainer: Trainer, saved: dict[str, Any]) -> list[tuple[int, Prompt]]:
-    """The inverse of `state`; returns (group id, prompt) of the groups to be given out again, in order of id."""
+def restore(trainer: Trainer, saved: dict[str, Any], folder: Path | None) -> list[tuple[int, Prompt]]:
+    """The inverse of `state`; returns (group id, prompt) of the groups to be given out again, in order of id.
+    `folder`: the checkpoint's; None where the run goes back to its beginning."""
     for name in FIELDS:
         setattr(trainer, name, saved[name])
     trainer.sampler.restore(saved["sampler"])
+    if trainer.refresher:
+        trainer.refresher.restore(saved["refresher"], folder)
     waiting = [(int(i), Prompt(**p)) for i, p in saved["waiting"]]
     books = saved["ledger"]
     trainer.ledger = Ledger(books["admitted"], books["trained"], Counter(books["filtered"]),

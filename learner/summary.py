@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from cluster.progress import comparison
+from learner.evaluate import RERANK_N
 
 if TYPE_CHECKING:
     from learner.trainer import Trainer
@@ -18,10 +19,12 @@ def conclude(trainer: Trainer, after: dict[str, Any], setup_s: float) -> None:
     trainer.rollout_log.flush()
     wall = time.monotonic() - trainer.started
     table = ("pass@1", "pass@8", "pass@64", "maj@8", "format", "length")
+    reranked = [k for k in trainer.before if k.endswith(tuple(cfg.reward.models)) or k == f"maj@{RERANK_N}"]
+    shown = [*table, *reranked]
     summary = {
         "experiment": cfg.experiment, "model": cfg.model.name, "seed": cfg.seed, "steps": cfg.steps,
         "wall_s": round(wall, 1), "setup_s": round(setup_s, 1),
-        "before": {k: trainer.before.get(k) for k in table}, "after": {k: after.get(k) for k in table},
+        "before": {k: trainer.before.get(k) for k in shown}, "after": {k: after.get(k) for k in shown},
         "tokens_generated": trainer.tokens,
         "tokens_per_s": round(trainer.tokens / max(trainer.generating_s, 1e-9), 1),
         "sync_logprob_max_abs_diff": trainer.worst_mismatch, "groups": trainer.ledger.counts()}

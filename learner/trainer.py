@@ -29,6 +29,7 @@ from learner import checkpoint, guards, preflight, regimes, resume, summary
 from learner.assemble import Assembled, Scores, alive, assemble, read_scores
 from learner.config import Config
 from learner.group import LearnerGroup
+from learner.iterative import Refresher
 from learner.measure import evaluation, step_metrics
 from learner.model import load_tokenizer, materialise, model_size, stop_ids
 from learner.run import RunError, Stopping
@@ -98,6 +99,7 @@ class Trainer:
     def go_on(self) -> dict[str, Any]:
         """Everything from where the run is to its trained model; returns the last evaluation."""
         cfg = self.cfg
+        self.refresh_if_due()
         if not self.before:
             self.before = self.evaluate(0, cfg.evaluation.samples)
             self.origin = resume.state(self)
@@ -106,10 +108,12 @@ class Trainer:
         for step in range(self.done + 1, cfg.steps + 1):
             self.step(step)
             self.done = step
+            refreshed = False
             if not self.stopping.is_set():
                 self.evaluate_if_due()
+                refreshed = self.refresh_if_due()
             last = step == cfg.steps or self.stopping.is_set()
-            if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+            if last or refreshed or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
                 self.save_checkpoint()
             if self.stopping.is_set():
                 raise KeyboardInterrupt
@@ -159,6 +163,7 @@ class Trainer:
         self.rewards = RewardClient(cfg, self.model_path)
         needs_reference = cfg.algorithm.beta > 0 and cfg.algorithm.kl_placement != "none"
         self.reference = ReferencePool(cfg, self.run_dir) if needs_reference else None
+        self.refresher = Refresher(self) if cfg.reward_model.refresh else None
         self.rollout_log = RolloutLog(cfg, self.run_dir / "rollouts", self.model_path)
         goes_on = cfg.resume == "auto" or (self.run_dir / "metrics.jsonl").exists()  # else: a fork of another run
         self.log = MetricLog(
@@ -169,10 +174,12 @@ class Trainer:
             wandb_id=state["wandb_id"] if state and goes_on else None,
             resume_step=state["done"] if state else None)
         self.dispatcher = self.dispatch(self.drop)
-        readmitted = resume.restore(self, state) if state else []
+        readmitted = resume.restore(self, state, saved) if state else []
         self.learner.start(str(saved) if saved else None)
         self.generators.start()
         self.rewards.start()
+        if self.refresher:
+            self.refresher.serve()
         self.rollout_log.start()
         if self.reference:
             self.reference.start()
@@ -198,8 +205,10 @@ class Trainer:
         self.generators.abandon()
         self.rewards.forget()
         self.dispatcher, self.queue, self.given = self.dispatch(self.drop), [], {}
-        readmitted = resume.restore(self, state)
+        readmitted = resume.restore(self, state, saved)
         self.log.rewind(self.done)
+        if self.refresher:
+            self.refresher.serve()
         if self.reference:
             self.reference.restore(str(saved / resume.REFERENCE) if saved and self.reference_reset_at else None)
         self.progress.note(f"going on after step {self.done}")
@@ -338,6 +347,13 @@ class Trainer:
             self.reference_reset_at = step
             self.progress.note(f"reference: now the policy of step {step}")
 
+    def refresh_if_due(self) -> bool:
+        """Iterative RL: the reward model learns from the policy as it is; whether it did."""
+        if not (self.refresher and self.refresher.due(self.done)):
+            return False
+        self.refresher.refresh(self.done)
+        return True
+
     def evaluate_if_due(self) -> None:
         """The evaluation of the step just done, before its checkpoint, which then holds what it found."""
         every = self.cfg.evaluation.every
@@ -356,7 +372,7 @@ class Trainer:
         """pass@k, maj@k, format and length on the held-out prompts, sampled at evaluation.temperature."""
         begun = time.monotonic()
         groups, scored = self.sample(self.heldout, samples, self.cfg.evaluation.temperature)
-        found = evaluation(groups, read_scores(scored), samples)
+        found = evaluation(groups, read_scores(scored), samples, list(self.cfg.reward.models))
         found["seconds"] = time.monotonic() - begun
         self.measured |= self.log.log(
             step, {f"eval/{k}": v for k, v in found.items() if k != "seconds" and v is not None})
@@ -384,6 +400,8 @@ class Trainer:
         self.learner.save_state(str(folder))
         if self.reference and self.reference_reset_at:
             self.reference.save(str(folder / resume.REFERENCE))
+        if self.refresher:
+            self.refresher.save(folder)
 
     # ---- checks and books -------------------------------------------------------------------------------------
 
@@ -431,7 +449,7 @@ class Trainer:
         self.tokens += tokens
         self.generating_s += self.timing["gen"]
         values = step_metrics(groups, scores, batch, result, synced, self.timing, self.version, self.ledger.counts(),
-                              self.restarts())
+                              self.restarts(), list(self.cfg.reward.models))
         if curriculum := self.sampler.curriculum:
             values["data/curriculum_level"] = float(curriculum.levels[curriculum.position])
         values["generator/serving"] = float(len(self.generators.serving))
@@ -447,7 +465,7 @@ class Trainer:
     def restarts(self) -> dict[str, int]:
         """Actors started again since the program began, by role."""
         roles = {"generator": self.generators, "learner": self.learner, "reference": self.reference,
-                 "rewards": self.rewards, "rollout_writer": self.rollout_log}
+                 "rewards": self.rewards, "rollout_writer": self.rollout_log, "reward_model": self.rewards.models}
         return {role: pool.restarts for role, pool in roles.items() if pool}
 
     def sampling(self) -> SamplingParams:

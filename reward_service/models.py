@@ -1,33 +1,17 @@
 """Learned rewards: a causal language model with a scalar head, read where an answer (outcome) or a step (process) ends.
 
 On disk a Hugging Face sequence-classification directory with one label, so that other libraries load what is trained
-here and the other way round. What they do not know stands in its config.json as `volley_reward` (Meaning).
+here and the other way round. What they do not know stands in its config.json (reward_service/meaning.py).
 Sequences are padded on the right and carry no attention mask, as in learner/model.py.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from learner.model import ModelError, source, weight_files
-
-KINDS = ("outcome", "process")
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """How a model's score is read. `kind`: outcome (a score at an answer's last token) or process (one at each step's);
-    `probability`: its logit is that of a probability (pointwise loss); `steps`: the splitter it was trained with."""
-
-    kind: str = "outcome"
-    probability: bool = False
-    steps: str = ""
+from reward_service.meaning import Meaning
 
 
 class RewardModel(nn.Module):
@@ -42,17 +26,6 @@ class RewardModel(nn.Module):
     def forward(self, ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns]
         return self.model.score(hidden)[:, 0].float()
-
-
-def meaning(path: str, override: dict[str, Any] | None = None) -> Meaning:
-    """What config.json of the model at `path` says, or a plain outcome model's (raw score) where it says nothing;
-    `override` (kind, probability, steps) wins. Raises ModelError for an unknown kind."""
-    file = Path(source(path)) / "config.json"
-    told = json.loads(file.read_text()).get("volley_reward", {}) if file.is_file() else {}
-    found = Meaning(**{**told, **{k: v for k, v in (override or {}).items() if k in asdict(Meaning())}})
-    if found.kind not in KINDS:
-        raise ModelError(f"{path}: reward models are of kind {' or '.join(KINDS)}, not {found.kind!r}")
-    return found
 
 
 def load_reward_model(path: str, dtype: str = "float32", trained: bool = True) -> RewardModel:

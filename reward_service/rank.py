@@ -15,6 +15,7 @@ import ray
 
 from actors.records import ragged
 from learner.worker import LearnerRank, Stats, accumulate
+from reward_service.meaning import KEY, Meaning
 from reward_service.training import RewardJob
 
 if TYPE_CHECKING:
@@ -60,12 +61,12 @@ class RewardRank(LearnerRank):
         return f"reward_learner-{self.rank}"
 
     def build(self) -> Any:
-        from reward_service.models import Meaning, load_reward_model
+        from reward_service.models import load_reward_model
 
         module = load_reward_model(self.cfg.model.path, self.cfg.model.dtype, trained=False)
         rm = self.cfg.reward_model
         how = Meaning(rm.kind, rm.loss == "pointwise", self.cfg.data.steps if rm.kind == "process" else "")
-        module.model.config.volley_reward = dataclasses.asdict(how)
+        setattr(module.model.config, KEY, dataclasses.asdict(how))
         return module
 
     def update(self, job: RewardJob) -> dict[str, Any]:

@@ -282,7 +282,8 @@ class Scorer:
             if not math.isfinite(value):
                 raise ValueError(f"rule {name!r} returned {value!r}; expected a finite number")
             parts[name] = float(value)
-        if status == "ok" and not any(name in parts for name, weight in weights.items() if weight != 0.0):
+        counted = [name for name, weight in weights.items() if weight != 0.0]  # none where reward models alone count
+        if status == "ok" and counted and not any(name in parts for name in counted):
             status = "ungradable"
         total = combine(parts, weights, self.how) if status == "ok" else math.nan
         return RewardResult(item.id, status, total, parts, extracted, "; ".join(filter(None, reasons)))

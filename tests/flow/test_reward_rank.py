@@ -18,7 +18,8 @@ from actors.records import LABELLED
 from learner.reward_training import RewardLearner
 from reward_service import training
 from reward_service.labelled import of_record
-from reward_service.models import Meaning, load_reward_model, meaning
+from reward_service.meaning import Meaning, meaning
+from reward_service.models import load_reward_model
 
 SETUPS = [(1, 0, 10_000), (1, 0, 60), (2, 2, 60), (2, 3, 80)]  # ranks, ZeRO stage, padded tokens of a micro-batch
 BETA1 = 0.9
@@ -126,7 +127,7 @@ def test_pairs_and_the_saved_directory(cluster: None, start: Path, batch: pa.Rec
         learner.fit(answers, None, 0)
         assert learner.measure(answers)["accuracy"] == 1.0  # six pairs are learned by heart
         learner.group.save_model(str(tmp_path / "model"), load_tokenizer(cfg.model))
-        assert meaning(str(tmp_path / "model")) == Meaning("outcome", False, "")
+        assert meaning(str(tmp_path / "model"), {}) == Meaning("outcome", False, "")
         _, _, logits = reference(tmp_path / "model", only_last(batch), "pairwise")
         found = dict(learner.group.score(training.make_job(answers, training.units(answers, "pointwise"), "pointwise",
                                                            1, 120)))
