@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import pytest
 
-from learner.evaluate import maj_at_k, pass_at_k, summarise
+from learner.evaluate import best_of_n, maj_at_k, pass_at_k, rerank, summarise, weighted_maj_at_k
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])
@@ -70,3 +71,31 @@ def test_summary_says_none_where_it_cannot_know():
     got = summarise(["a"], [0], [None], [None], [""], [3])
     assert got["pass@1"] is None and got["pass@64"] is None and got["maj@8"] is None and got["format"] is None
     assert got["ungraded"] == 1 and got["length"] == 3.0
+
+
+def test_best_of_n_by_hand() -> None:
+    scores, correct = [0.1, 0.9, 0.5, 0.5, 0.2, 0.3, 9.0], [True, False, True, False, False, True, True]
+    assert best_of_n(scores, correct, 2) == pytest.approx((0 + 1 + 1) / 3)  # the seventh is left over; a tie: the first
+    assert best_of_n(scores, correct, 3) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="best@8 needs at least 8"):
+        best_of_n(scores, correct, 8)
+
+
+def test_weighted_votes_by_hand() -> None:
+    extracted, correct = ["7", "8", "8", ""], [True, False, False, False]
+    assert maj_at_k(extracted, correct, 4) == 0.0
+    assert weighted_maj_at_k(extracted, correct, [0.9, 0.4, 0.4, 5.0], 4) == 1.0  # no answer, no vote
+    assert weighted_maj_at_k(extracted, correct, [0.7, 0.4, 0.4, 5.0], 4) == 0.0
+    assert weighted_maj_at_k(["", ""], [False, False], [1.0, 1.0], 2) == 0.0
+
+
+def test_rerank_takes_the_same_samples_for_every_measure() -> None:
+    names = ["a", "b", "a", "b", "a", "b"]
+    correct = [1.0, 0.0, 0.0, 1.0, math.nan, 1.0]
+    extracted = ["5", "6", "4", "7", "5", "7"]
+    orm = [0.9, 0.1, 0.2, 0.4, 0.5, math.nan]
+    found = rerank(names, correct, extracted, {"orm": orm, "raw": [-v for v in range(6)]}, 2)
+    # a: samples 0 and 2 (the fifth has no grade); b: samples 1 and 3 (the sixth has no score)
+    assert found == {"maj@2": 0.5, "best@2/orm": 1.0, "weighted_maj@2/orm": 1.0, "best@2/raw": 0.5,
+                     "weighted_maj@2/raw": None}
+    assert rerank(names, correct, extracted, {"orm": orm}, 3)["best@3/orm"] is None
