@@ -76,7 +76,7 @@ def test_summary_says_none_where_it_cannot_know():
 def test_best_of_n_by_hand() -> None:
     scores, correct = [0.1, 0.9, 0.5, 0.5, 0.2, 0.3, 9.0], [True, False, True, False, False, True, True]
     assert best_of_n(scores, correct, 2) == pytest.approx((0 + 1 + 1) / 3)  # the seventh is left over; a tie: the first
-    assert best_of_n(scores, correct, 3) == pytest.approx(0.5)
+    assert best_of_n(scores, correct, 3) == 0.0 and best_of_n(scores[1:], correct[1:], 3) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="best@8 needs at least 8"):
         best_of_n(scores, correct, 8)
 
