@@ -227,6 +227,8 @@ class GuardsConfig:
     length_factor: float = 3.0  # mean length grown by this factor within length_window steps; 0: never
     length_window: int = 10
     clip_ratio: float = 0.5  # share of answers cut at rollout.max_tokens
+    reward_gap: float = 0.1  # a reward model's mean score gains so much more than gold accuracy within ...; 0: never
+    reward_window: int = 20  # ... so many steps
 
 
 @dataclass
@@ -350,7 +352,8 @@ RANGES = (
     ("data.max_prompt_tokens", 1, True), ("data.max_number", 1, True), ("cluster.object_store_mib", 80, True),
     ("algorithm.eps_low", 0, True), ("algorithm.eps_high", 0, True), ("cluster.wait_s", 0, False),
     ("guards.entropy_share", 0, True), ("guards.entropy_accuracy", 0, True), ("guards.length_factor", 0, True),
-    ("guards.length_window", 1, True), ("guards.clip_ratio", 0, True), ("checkpoint.every", 0, True),
+    ("guards.length_window", 1, True), ("guards.clip_ratio", 0, True), ("guards.reward_gap", 0, True),
+    ("guards.reward_window", 2, True), ("checkpoint.every", 0, True),
     ("checkpoint.keep", 0, True), ("checkpoint.keep_best", 0, True), ("cluster.num_cpus", 0, True),
     ("logging.rollouts", -1, True), ("learner.cpus", 0, True), ("learner.gpus", 0, True),
     ("learner.threads", 0, True), ("generator.cpus", 0, True), ("generator.gpus", 0, True),

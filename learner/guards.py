@@ -1,4 +1,5 @@
-"""Warnings while a run goes on: entropy that collapses, answers that explode, steps that are skipped. Pure.
+"""Warnings while a run goes on: entropy that collapses, answers that explode, steps that are skipped, a reward model
+that is gained and gold accuracy is not. Pure.
 
 Each is told when it begins and not again before it has ended. Low entropy alone is no fault: a policy that has learned
 a task is sure of it. It is one while most answers are wrong, because then nothing new is found any more.
@@ -10,7 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-NAMES = ("entropy_collapse", "length_explosion", "skipped_steps")
+NAMES = ("entropy_collapse", "length_explosion", "skipped_steps", "reward_hacking")
+GAP = "reward_gap/"  # metric: mean score of a reward model less gold accuracy
 
 
 def check(cfg: Any, state: Mapping[str, Any], values: Mapping[str, float]) -> tuple[dict[str, Any], list[str]]:
@@ -20,15 +22,17 @@ def check(cfg: Any, state: Mapping[str, Any], values: Mapping[str, float]) -> tu
     step by written name (cluster/metrics.py); a guard whose metrics are absent or not finite keeps its state.
     """
     lengths = [*state.get("lengths", []), *_known(values, "response_length/mean")]
+    gaps = {name: [*state.get("gaps", {}).get(name, []), *_known(values, name)][-cfg.reward_window:]
+            for name in {**state.get("gaps", {}), **values} if name.startswith(GAP)}
     first = state.get("first_entropy")
     if first is None:
         first = next(iter(_known(values, "actor/entropy")), None)
     found = {"entropy_collapse": _entropy(cfg, first, values), "length_explosion": _length(cfg, lengths, values),
-             "skipped_steps": _skipped(values)}
+             "skipped_steps": _skipped(values), "reward_hacking": _hacking(cfg, gaps)}
     before = set(state.get("active", ()))
     active = [n for n in NAMES if found[n] or (found[n] is None and n in before)]
     begun = [str(found[n]) for n in active if n not in before]
-    return {"first_entropy": first, "lengths": lengths[-cfg.length_window - 1:], "active": active}, begun
+    return {"first_entropy": first, "lengths": lengths[-cfg.length_window - 1:], "gaps": gaps, "active": active}, begun
 
 
 def _known(values: Mapping[str, float], name: str) -> list[float]:
@@ -62,6 +66,22 @@ def _length(cfg: Any, lengths: list[float], values: Mapping[str, float]) -> str 
                 f"{cfg.length_factor:g} times the {then:.0f} of {min(cfg.length_window, len(lengths) - 1)} steps "
                 "before. See whether they repeat themselves (report.html shows some); lower optimizer.lr or reward "
                 "shorter answers.")
+    return ""
+
+
+def _hacking(cfg: Any, gaps: Mapping[str, list[float]]) -> str | None:
+    """Of the last reward_window steps the second half against the first."""
+    known = {n: g for n, g in gaps.items() if len(g) == cfg.reward_window}
+    if not known or not cfg.reward_gap:
+        return "" if not cfg.reward_gap else None
+    half = cfg.reward_window // 2
+    for name, g in known.items():
+        grown = sum(g[-half:]) / half - sum(g[:half]) / half
+        if grown > cfg.reward_gap:
+            return (f"the reward model {name.removeprefix(GAP)} and the gold answers part: within {cfg.reward_window} "
+                    f"steps its mean score gained {grown:.3g} more than accuracy did, more than guards.reward_gap="
+                    f"{cfg.reward_gap:g}. The policy may have found what the model wrongly likes. Train it on the "
+                    "policy's own samples (reward_model.every), raise algorithm.beta, or stop earlier.")
     return ""
 
 

@@ -74,3 +74,17 @@ def test_a_step_that_tells_nothing_changes_nothing(absent: Values):
     """A step whose groups were all left out has no entropy: neither an end of an episode nor the first value."""
     told = run([absent, *entropy(1.0, 0.05), absent, *entropy(0.05, 0.5, 0.05)])
     assert [len(t) for t in told] == [0, 0, 1, 0, 0, 0, 1]
+
+
+def gap(*values: float) -> list[Values]:
+    return [{"reward_gap/orm": v} for v in values]
+
+
+def test_a_model_reward_that_parts_from_gold_is_told_once_the_window_is_full():
+    told = run(gap(0.1, 0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.45, 0.6), reward_window=4)
+    # means of the halves: 0.1 and 0.25; 0.15 and 0.3; 0.25 and 0.3: together again; 0.3 and 0.375; 0.3 and 0.525
+    assert [len(t) for t in told] == [0, 0, 0, 1, 0, 0, 0, 0, 1]
+    assert "reward model orm" in told[3][0] and "gained 0.15 more than accuracy" in told[3][0]
+    assert "guards.reward_gap=0.1" in told[3][0] and "reward_model.every" in told[3][0]
+    assert run(gap(0.1, 0.1, 0.2, 0.3), reward_window=4, reward_gap=0.0) == [[]] * 4
+    assert run(gap(0.5, 0.4, 0.3, 0.2), reward_window=4) == [[]] * 4  # accuracy gains more: no fault
