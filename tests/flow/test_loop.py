@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,16 +92,16 @@ class Run:
 
 
 class Starter:
-    """Starts runs and ends whatever they left when the test is over."""
+    """Starts runs, each with `settings` before its own, and ends whatever they left when the test is over."""
 
-    def __init__(self, folder: Path, model: str) -> None:
-        self.folder, self.model, self.runs = folder, model, []
+    def __init__(self, folder: Path, model: str, settings: Sequence[str] = ("experiment=r1_zero", *SMALL)) -> None:
+        self.folder, self.model, self.settings, self.runs = folder, model, settings, []
 
     def __call__(self, name: str, *args: str, program: tuple[str, ...] = ("-m", "learner.main")) -> Run:
         mark, log = uuid.uuid4().hex, self.folder / f"{name}.log"
         env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VOLLEY_"))} | {MARK: mark}
         env["PYTHONPATH"] = str(ROOT)
-        command = [sys.executable, *program, "experiment=r1_zero", f"model={self.model}", *SMALL,
+        command = [sys.executable, *program, *self.settings, f"model={self.model}",
                    f"run_dir={self.folder / name}", *args]
         with log.open("wb") as out:
             process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT,

@@ -1,0 +1,106 @@
+"""Each experiment with reward models as a user starts it, with every engine real and everything small: an outcome model
+from the policy's samples, then RL on it with refreshes; a process model from labelled steps, then process supervision
+by it; what they leave, and that a checkpoint holds the reward model too."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from actors.records import LABELLED, check_labelled
+from learner import corpus
+from learner.corpus import stable_rng
+from tests.flow.test_loop import RUN_S, Run, Starter
+
+QUIET = ["logging.wandb=disabled", "logging.report=false", "cluster=local", "cluster.dashboard=false",
+         "generator.threads=1", "learner.threads=1", "data.heldout_size=6"]
+SMALL = ["steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluation.samples=16", "evaluation.every=0"]
+TRAIN = ["reward_model.steps=4", "reward_model.batch=16"]
+
+pytestmark = pytest.mark.timeout(2 * RUN_S + 60)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    starter = Starter(tmp_path_factory.mktemp("rewards"), "tiny", QUIET)
+    yield starter
+    starter.close()
+
+
+@pytest.fixture(scope="module")
+def orm(start: Starter) -> Run:
+    run = start("orm", "+experiment=train_orm", *TRAIN, "reward_model.prompts=12", "rollout.group_size=4")
+    assert run.wait() == 0, run.output
+    return run
+
+
+def test_an_outcome_model_is_trained_on_the_policys_samples(orm: Run) -> None:
+    summary = orm.summary()
+    assert summary["answers"] == 48 and summary["heldout_answers"] == 24
+    assert summary["before"]["auc"] == 0.5 and summary["before"]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert summary["after"]["loss"] < summary["before"]["loss"]
+    told = json.loads((orm.folder / "model" / "config.json").read_text())
+    assert told["architectures"] == ["LlamaForSequenceClassification"]
+    assert told["volley_reward"] == {"kind": "outcome", "probability": True, "steps": ""}
+    answers = pq.read_table(orm.folder / "answers" / "train.parquet")
+    assert check_labelled(answers.combine_chunks().to_batches()[0]).num_rows == 48
+    assert sorted(orm.metrics("reward_model/loss")) == [1, 2, 3, 4]
+
+
+def test_iterative_rl_refreshes_the_model_and_its_checkpoint_holds_it(orm: Run, start: Starter) -> None:
+    args = ["+experiment=deepseekmath_iterative", *SMALL, *TRAIN, "reward_model.prompts=8",
+            "reward_model.every=1", "reward_model.initial=false", f"reward.models.orm.path={orm.folder / 'model'}"]
+    run = start("iterative", *args)
+    assert run.wait() == 0, run.output
+    assert run.metrics("reward_model/iteration") == {1: 1.0, 2: 2.0}  # none after the last step
+    for name in ("reward_gap/orm", "reward_part/orm", "reward/accuracy"):
+        assert set(run.metrics(name)) == {1, 2, 3}, name
+    assert "best@16/orm" in run.summary()["after"]
+    newest = run.folder / "checkpoints" / "step_00003"
+    for name in ("model.safetensors", "config.json"):
+        assert (newest / f"reward_model.{name}").read_bytes() == (
+            run.folder / "reward_model" / "002" / name).read_bytes()
+    for number, iteration in ((1, 1), (2, 2)):
+        table = pq.read_table(newest / f"answers_{number:03d}.parquet", schema=LABELLED)
+        assert set(table.column("iteration").to_pylist()) == {iteration} and table.num_rows == 32
+
+
+def labelled_steps(file: Path, n: int = 60) -> None:
+    """Worked sums with a label a step, some of them wrong from some step on."""
+    with file.open("w") as out:
+        for i in range(n):
+            rng = random.Random(i)
+            numbers = [rng.randint(10, 99) for _ in range(3)]
+            text, total = corpus.running_sum(stable_rng("steps", i), numbers, slip=0.2)
+            steps = [s + "=" for s in text.split("=")[:-1]]
+            good = corpus.running_sum(stable_rng("steps", i), numbers, slip=0.0)[0]
+            labels = [good.startswith("=".join(text.split("=")[: k + 2])) for k in range(len(steps))]
+            out.write(json.dumps({
+                "prompt": f"User: {'+'.join(map(str, numbers))}=?\nAssistant: ",
+                "completions": [f"<think>{steps[0]}", *steps[1:], f"{total}</think><answer>{total}</answer>"],
+                "labels": [*labels, total == sum(numbers)]}) + "\n")
+
+
+def test_a_process_model_from_files_supervises_the_steps(start: Starter) -> None:
+    file = start.folder / "steps.jsonl"
+    labelled_steps(file)
+    run = start("prm", "+experiment=train_prm", *TRAIN, f"reward_model.path={file}")
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    assert summary["answers"] + summary["heldout_answers"] == 60
+    assert summary["heldout_ends"] > 3 * summary["heldout_answers"]
+    rl = start("supervised", "+experiment=r1_zero", "algorithm=grpo_process", "reward=prm", *SMALL,
+               f"reward.models.prm.path={run.folder / 'model'}", "logging.rollouts=-1")
+    assert rl.wait() == 0, rl.output
+    rewards: dict[int, float] = rl.metrics("reward/mean")
+    parts: Any = rl.metrics("reward_part/prm")
+    assert rewards == pytest.approx(parts) and set(rewards) == {1, 2, 3}  # the model alone counts
+    assert all(0 <= v <= 1 for v in parts.values())
+    assert "weighted_maj@16/prm" in rl.summary()["after"]
