@@ -51,6 +51,7 @@ def validate(cfg: Config) -> None:
     _check_reward_model(cfg)
     if cfg.stage == "rl":
         _check_algorithm(cfg)
+    if cfg.generates:
         _check_sampling(cfg)
         _check_reward(cfg)
 
@@ -64,7 +65,7 @@ def _check_model(cfg: Config) -> None:
     if cfg.stage == "pretrain" and cfg.data.kind != "corpus":
         raise ConfigError("data.kind", cfg.data.kind, "stage=pretrain reads a corpus", "Set data=corpus.")
     context, need = context_length(cfg), cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
-    if cfg.stage == "rl" and context is not None and context < need:
+    if cfg.generates and context is not None and context < need:
         raise ConfigError(
             "rollout.max_tokens", cfg.rollout.max_tokens,
             f"the context of {cfg.model.name} is {context} tokens, but data.max_prompt_tokens="
@@ -102,7 +103,7 @@ def _check_batches(cfg: Config) -> None:
                           f"step (rollout.prompts_per_step={r.prompts_per_step} x rollout.group_size={r.group_size} / "
                           f"learner.updates_per_batch={lr.updates_per_batch})")
     longest = cfg.data.max_prompt_tokens + r.max_tokens
-    if cfg.stage == "rl" and lr.micro_batch_tokens < longest:
+    if cfg.generates and lr.micro_batch_tokens < longest:
         raise ConfigError("learner.micro_batch_tokens", lr.micro_batch_tokens,
                           f"one sample may have {longest} tokens (data.max_prompt_tokens + rollout.max_tokens)",
                           f"Set it to {longest} or more.")
@@ -218,7 +219,7 @@ def _check_reward_model(cfg: Config) -> None:
                           "Use reward_model.source=policy.")
     for key in ("path", "heldout_path") if rm.source == "files" else ():
         value = getattr(rm, key)
-        if (value or key == "path") and not Path(value).expanduser().exists():
+        if (key == "path" and not value) or (value and not Path(value).expanduser().exists()):
             raise ConfigError(f"reward_model.{key}", value, "expected a file or folder of labelled answers (Parquet or "
                               "JSON lines; docs/rewards.md)")
     if rm.source == "policy" and not rl and "accuracy" not in cfg.reward.rules:

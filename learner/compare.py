@@ -27,13 +27,15 @@ SHOWN = ("", "runs", "pass@1 after", "maj@8 after", "samples", "learner tokens")
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run. `curve`: (samples, held-out pass@1) of each evaluation, in order."""
+    """One finished run. `curve`: (samples, held-out pass@1) of each evaluation, in order; `judged`: (samples, mean
+    score of the reward model, gold accuracy) of each step's training answers, where there is such a model."""
 
     label: str
     summary: dict[str, Any]
     curve: tuple[tuple[float, float], ...]
     samples: float
     learner_tokens: float | None  # prompt and completion tokens that the learner trained on; None: not measured
+    judged: tuple[tuple[float, float, float], ...] = ()
 
 
 def load(folder: Path) -> Run:
@@ -45,8 +47,10 @@ def load(folder: Path) -> Run:
                           for r in rows if "groups/trained" in r}
     curve = tuple((samples[r["step"]], r["eval/pass@1"]) for r in rows if r.get("eval/pass@1") is not None)
     trained = [r["perf/trained_tokens"] for r in rows if "perf/trained_tokens" in r]
+    gap = next((k for r in rows for k in r if k.startswith("reward_gap/")), "")
+    judged = tuple((samples[r["step"]], r["reward/accuracy"] + r[gap], r["reward/accuracy"]) for r in rows if gap in r)
     return Run(re.sub(r"-seed\d+$", "", folder.name), summary, curve, samples[max(samples)],
-               sum(trained) if trained else None)
+               sum(trained) if trained else None, judged)
 
 
 def spread(values: Sequence[float | None], form: str) -> str:
@@ -73,9 +77,8 @@ def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     return out
 
 
-def bands(runs: Sequence[Run], label: str) -> list[tuple[float, float, float]]:
-    """(samples, mean, spread) at each evaluation that every run of the label has made."""
-    curves = [r.curve for r in runs if r.label == label]
+def bands(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
+    """(samples, mean, spread) at each point that every curve of (samples, value) has."""
     found = []
     for points in zip(*curves, strict=False):
         values = [p[1] for p in points]
@@ -85,20 +88,37 @@ def bands(runs: Sequence[Run], label: str) -> list[tuple[float, float, float]]:
 
 
 def figure(runs: Sequence[Run], title: str) -> Any:
-    """Held-out accuracy against samples: mean of the seeds as a line, one spread to each side as a band."""
+    """Held-out accuracy against samples: mean of the seeds as a line, one spread to each side as a band. Where rewards
+    came from a model, beside it what the model gave (dashed) and what was right (solid) of the training answers."""
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(7, 4.2), layout="constrained", dpi=110)
-    axis = fig.subplots()
-    for label in sorted({r.label for r in runs}):
-        x, mean, width = (list(column) for column in zip(*bands(runs, label), strict=True))
-        line = axis.plot(x, mean, marker="o", markersize=3, label=label)[0]
-        axis.fill_between(x, [m - w for m, w in zip(mean, width, strict=True)],
-                          [m + w for m, w in zip(mean, width, strict=True)], color=line.get_color(), alpha=0.15)
-    axis.set(title=title, xlabel="samples", ylabel="held-out pass@1")
-    axis.legend(fontsize=8)
-    axis.grid(alpha=0.3)
+    judged = any(r.judged for r in runs)
+    fig = Figure(figsize=(12 if judged else 7, 4.2), layout="constrained", dpi=110)
+    axes = fig.subplots(1, 2 if judged else 1, squeeze=False)[0]
+    for i, label in enumerate(sorted({r.label for r in runs})):
+        same, color = [r for r in runs if r.label == label], f"C{i}"
+        draw(axes[0], [r.curve for r in same], color, label, "-", "o")
+        for column, style, what in ((1, "--", "model"), (2, "-", "gold")) if judged else ():
+            curves = [[(point[0], point[column]) for point in r.judged] for r in same if r.judged]
+            draw(axes[1], curves, color, f"{label}: {what}", style)
+    axes[0].set(title=title, xlabel="samples", ylabel="held-out pass@1")
+    if judged:
+        axes[1].set(title="training answers", xlabel="samples", ylabel="reward model's score, gold accuracy")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
     return fig
+
+
+def draw(axis: Any, curves: Sequence[Sequence[tuple[float, float]]], color: str, label: str, style: str,
+         marker: str = "") -> None:
+    """One line and its band."""
+    if found := bands(curves):
+        x, mean, width = (list(column) for column in zip(*found, strict=True))
+        axis.plot(x, mean, style, marker=marker, markersize=3, color=color, label=label)
+        axis.fill_between(x, [m - w for m, w in zip(mean, width, strict=True)],
+                          [m + w for m, w in zip(mean, width, strict=True)], color=color, alpha=0.15)
 
 
 def write(folder: Path) -> list[tuple[str, ...]]:

@@ -70,7 +70,7 @@ def test_curve_is_accuracy_against_samples_over_seeds(tmp_path: Path) -> None:
     runs = [compare.load(tmp_path / name) for name in ("a-seed0", "a-seed1", "b-seed0")]
     assert runs[0].curve == ((0, 0.25), (64, 0.5), (128, 0.9))  # 32 answers a step
     root = math.sqrt(0.02)  # of 0.5, 0.3 and of 0.9, 0.7: 0.1 each side of the mean, one less in the divisor
-    found = compare.bands(runs, "a")
+    found = compare.bands([r.curve for r in runs[:2]])
     assert [x for x, _, _ in found] == [0, 64, 128]
     assert [m for _, m, _ in found] == pytest.approx([0.25, 0.4, 0.8])
     assert [w for _, _, w in found] == pytest.approx([0.0, root, root])
@@ -78,6 +78,29 @@ def test_curve_is_accuracy_against_samples_over_seeds(tmp_path: Path) -> None:
     assert [line.get_label() for line in axis.lines] == ["a", "b"]
     assert axis.lines[0].get_xydata().tolist() == [pytest.approx(p) for p in ([0, 0.25], [64, 0.4], [128, 0.8])]
     assert axis.lines[1].get_xydata().tolist() == [pytest.approx(p) for p in ([0, 0.25], [128, 0.6])]
+
+
+def test_a_reward_model_and_gold_are_drawn_beside_each_other(tmp_path: Path) -> None:
+    for seed, shift in ((0, 0.0), (1, 0.1)):
+        folder = tmp_path / f"fixed-seed{seed}"
+        folder.mkdir()
+        log = MetricLog(folder)
+        for step, (score, right) in enumerate([(0.3, 0.25), (0.9, 0.05)], 1):
+            log.log(step, {"groups/trained": 2.0 * step, "groups/filtered": 0.0, "reward/accuracy": right + shift,
+                           "reward_gap/orm": score - right})
+        log.close()
+        finish_rest(folder)
+    runs = [compare.load(tmp_path / f"fixed-seed{seed}") for seed in (0, 1)]
+    assert runs[0].judged == (pytest.approx((16, 0.3, 0.25)), pytest.approx((32, 0.9, 0.05)))
+    axis = compare.figure(runs, "t").axes[1]
+    assert [line.get_label() for line in axis.lines] == ["fixed: model", "fixed: gold"]
+    assert axis.lines[0].get_ydata() == pytest.approx([0.35, 0.95]) and axis.lines[1].get_ydata() == pytest.approx(
+        [0.3, 0.1])
+
+
+def finish_rest(folder: Path) -> None:
+    (folder / "config.yaml").write_text(yaml.safe_dump({"rollout": {"group_size": 8}}))
+    (folder / "summary.json").write_text(json.dumps({"wall_s": 1.0, "before": HELD_OUT, "after": HELD_OUT}))
 
 
 def test_a_folder_without_finished_runs_is_named(tmp_path: Path) -> None:

@@ -101,7 +101,44 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("argv, words", CASES, ids=[" ".join(argv) for argv, _ in CASES])
+# What must be given to a file that says ???.
+GIVEN = {
+    "custom": ["reward.options.custom.mine.path=mine.py"], "orm": ["reward.models.orm.path=some/orm"],
+    "prm": ["reward.models.prm.path=some/prm", "data.steps=newline"],
+    "orm_prm": ["reward.models.orm.path=some/orm", "reward.models.prm.path=some/prm"],
+    "best_of_n": ["reward.models.orm.path=some/orm", "reward.models.prm.path=some/prm"],
+    "train_prm": ["reward_model.path=tests/data"],
+}
+ORM = ["reward=orm", "reward.models.orm.path=some/orm"]
+REWARD_MODELS = [
+    (["reward=orm"], ["reward.models.orm.path=???", "must be given"]),
+    ([*ORM, "reward.models.orm.path=new"], ["reward.models.orm.path=new", "reward_model.initial=true"]),
+    ([*ORM, "reward.models.orm.path=/no/such"], ["reward.models.orm.path=/no/such", "config.json"]),
+    ([*ORM, "+reward.models.orm.size=3"], ["reward.models.orm.size=3", "path, kind, probability, steps"]),
+    ([*ORM, "+reward.models.orm.kind=good"], ["kind: good", "outcome or process"]),
+    ([*ORM, "+reward.models.other.path=a/b"], ["reward.models.other=a/b", "+reward.rules.other=1.0"]),
+    ([*ORM, "+reward.models.format.path=a/b"], ["reward.models.format=", "a rule of this name"]),
+    ([*ORM, "reward.rules.orm=0"], ["reward.rules=", "every weight is 0"]),
+    ([*ORM, "+reward.models.orm.kind=process", "data.steps="], ["data.steps=", "process model orm"]),
+    ([*ORM, "+reward.models.orm.kind=process", "algorithm=grpo_process", "reward.combine=product"],
+     ["reward.combine=product", "add up"]),
+    ([*ORM, "algorithm=grpo_process", "data.steps=newline"], ["data.steps=newline", "process model", "running_sum"]),
+    ([*ORM, "reward_model.every=5"], ["reward_model.refresh=:", "reward_model.every=5"]),
+    ([*ORM, "reward_model.refresh=orm"], ["reward_model.refresh=orm", "Set both"]),
+    ([*ORM, "reward_model.refresh=prm", "reward_model.every=5"], ["reward_model.refresh=prm", "expected one of"]),
+    ([*ORM, "reward_model.refresh=orm", "reward_model.every=5", "reward_model.kind=process"],
+     ["reward_model.source=policy", "annotate_steps"]),
+    ([*ORM, "reward_model.refresh=orm", "reward_model.every=5", "reward_model.source=files"],
+     ["reward_model.source=files", "refreshed on samples"]),
+    ([*ORM, "reward_model.replay=1"], ["reward_model.replay=1", "below 1"]),
+    (["stage=reward_model", "reward_model.source=files"], ["reward_model.path=:", "labelled answers"]),
+    (["stage=reward_model", "reward_model.kind=process", "reward_model.loss=pairwise"],
+     ["reward_model.loss=pairwise", "Use pointwise"]),
+    (["data.steps=separator:"], ["data.steps=separator:", "separator:TEXT"]),
+]
+
+
+@pytest.mark.parametrize("argv, words", [*CASES, *REWARD_MODELS], ids=lambda v: " ".join(v))
 def test_error_names_the_key_and_the_cure(model: str, argv: list[str], words: list[str]) -> None:
     base = [] if argv[0].startswith("experiment=") else ["experiment=r1_zero"]
     text = error_of([*base, f"model={model}", *argv])
@@ -136,7 +173,7 @@ def test_shipped_algorithms_load(model: str, path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_experiments_load(model: str, path: Path) -> None:
     """With a stand-in for the model where the experiment names a pre-trained one."""
-    argv = [f"experiment={path.stem}"]
+    argv = [f"experiment={path.stem}", *GIVEN.get(path.stem, [])]
     if "tiny_random" not in path.read_text():
         argv.append(f"model={model}")
     assert load(argv).experiment == path.stem
@@ -145,8 +182,7 @@ def test_shipped_experiments_load(model: str, path: Path) -> None:
 @pytest.mark.parametrize("group", ["reward", "cluster", "logging"])
 def test_every_file_of_the_other_groups_loads(model: str, group: str) -> None:
     for path in sorted((CONF / group).glob("*.yaml")):
-        given = ["reward.options.custom.mine.path=mine.py"] if path.stem == "custom" else []  # must be given
-        load(["experiment=r1_zero", f"model={model}", f"{group}={path.stem}", *given])
+        load(["experiment=r1_zero", f"model={model}", f"{group}={path.stem}", *GIVEN.get(path.stem, [])])
 
 
 def test_short_forms() -> None:

@@ -29,6 +29,18 @@ def test_what_needs_nothing_reserves_nothing() -> None:
     assert [b.role for b in bundles(load(["experiment=pretrain_tiny"]))] == ["learner"]
 
 
+def test_reward_models_and_their_learner_have_places_where_there_are_any() -> None:
+    def roles(*argv: str) -> list[str]:
+        return [b.role for b in bundles(load([*argv]))]
+
+    assert roles("experiment=train_orm") == ["learner", "reward_learner", "generator", "rewards"]
+    assert roles("experiment=train_orm", "reward_model.source=files", "reward_model.path=tests") == ["reward_learner"]
+    assert roles("experiment=deepseekmath_iterative", "reward_model.count=2") == [
+        "learner", "reward_learner", "reward_model", "reward_model", "generator", "reference", "rewards"]
+    assert roles("experiment=r1_zero", "reward=orm", "reward.models.orm.path=a/b", "algorithm.beta=0") == [
+        "learner", "reward_model", "generator", "rewards"]
+
+
 def test_cpu_and_gpu_come_first() -> None:
     assert total([{"a": 1.0, "CPU": 1.0}, {"GPU": 0.5, "CPU": 0.25}]) == {"CPU": 1.25, "GPU": 0.5, "a": 1.0}
     assert list(total([{"a": 1.0, "GPU": 1.0, "CPU": 1.0}])) == ["CPU", "GPU", "a"]
