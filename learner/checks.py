@@ -206,7 +206,7 @@ def _check_reward_model(cfg: Config) -> None:
     if rm.refresh and rm.refresh not in cfg.reward.models:
         raise ConfigError("reward_model.refresh", rm.refresh, "expected one of reward.models: "
                           f"{', '.join(cfg.reward.models) or 'there is none'}")
-    if not (rm.refresh or cfg.stage == "reward_model"):
+    if not (rm.refresh or cfg.stage in ("reward_model", "annotate")):
         return
     if rm.kind == "process" and rm.loss == "pairwise":
         raise ConfigError("reward_model.loss", rm.loss, "a process model has labels, not pairs", "Use pointwise.")
@@ -222,6 +222,9 @@ def _check_reward_model(cfg: Config) -> None:
         if (key == "path" and not value) or (value and not Path(value).expanduser().exists()):
             raise ConfigError(f"reward_model.{key}", value, "expected a file or folder of labelled answers (Parquet or "
                               "JSON lines; docs/rewards.md)")
+    if cfg.stage == "annotate" and not cfg.data.steps:
+        raise ConfigError("data.steps", "", "stage=annotate labels steps, and nothing says where they end",
+                          "Set it, such as newline.")
     if rm.source == "policy" and not rl and "accuracy" not in cfg.reward.rules:
         raise ConfigError("reward.rules", cfg.reward.rules, "samples are labelled by the rule accuracy",
                           "Name it among them.")

@@ -161,7 +161,7 @@ class Preflight:
                 f"dropped: {', '.join(f'{n} {reason}' for reason, n in lost.items()) or 'none'}")
 
     def rewards(self) -> str:
-        if self.cfg.stage != "rl":
+        if not self.cfg.generates:
             return "none in this stage"
         text, note = check_rewards(self.cfg, self.heldout)
         self.notes += [note] if note else []

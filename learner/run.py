@@ -135,6 +135,10 @@ def _run(cfg: Config, run_dir: Path, started: float, stopping: Stopping, store: 
         from learner.reward_training import train
 
         train(cfg, run_dir, stopping, store, saved)
+    elif cfg.stage == "annotate":
+        from learner.annotate import annotate
+
+        annotate(cfg, run_dir, stopping)
     else:
         from learner.trainer import Trainer
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
+from learner.corpus import parts
 from reward_service.rules import reasoning_of
 
 _SUM = re.compile(r"(?<!\d)(\d+)\+(\d+)=(?=(\d+))")
@@ -19,6 +21,19 @@ def running_sum(response: str) -> list[tuple[int, float]]:
     """Every a+b=c of the reasoning, 1.0 where it is right, else 0.0: "12+30=42+4=47" has the steps 42 and 47."""
     start = response.find(reasoning_of(response))
     return [(start + m.end(3), float(int(m[1]) + int(m[2]) == int(m[3])))
+            for m in _SUM.finditer(reasoning_of(response)[:10_000])]
+
+
+def sum_steps(question: str, response: str) -> list[tuple[int, bool]]:
+    """(end, whether it is right) of every a+b=c of the reasoning about a sum such as "12+34+5=?": right are the steps
+    of its exact running sum, 12+30=42, 42+4=46 and 46+5=51, wherever they stand. What goes on from a wrong total is
+    wrong although it adds up. Raises ValueError for a question that is no sum."""
+    first, *rest = (int(number) for number in question.removesuffix("=?").split("+"))
+    added = [part for number in rest for part in parts(number)]
+    totals = list(accumulate(added, initial=first))
+    right = set(zip(totals, added, totals[1:], strict=False))
+    start = response.find(reasoning_of(response))
+    return [(start + m.end(3), (int(m[1]), int(m[2]), int(m[3])) in right)
             for m in _SUM.finditer(reasoning_of(response)[:10_000])]
 
 
