@@ -30,6 +30,7 @@ class _Running:
     future: Future
     outputs: list[Any]
     left: int = field(default=0)
+    cached: int = 0  # prompt tokens found in the prefix cache
 
 
 class Generator:
@@ -163,6 +164,7 @@ class Generator:
             running = self._running[int(group)]
             running.outputs[int(index)] = output.outputs[0]
             running.left -= 1
+            running.cached += output.num_cached_tokens or 0
             if running.left == 0:
                 del self._running[int(group)]
                 try:
@@ -188,7 +190,8 @@ class Generator:
         ], schema=ROLLOUT)
         flat = np.concatenate(versions)
         meta = GroupMeta(request.group_id, request.prompt_id, len(request.prompt_ids), lengths,
-                         tuple(o.finish_reason for o in outputs), int(flat.min()), int(flat.max()), self.name)
+                         tuple(o.finish_reason for o in outputs), int(flat.min()), int(flat.max()), self.name,
+                         running.cached)
         return meta, check_rollout(batch)
 
     def _update_weights(self, version: int, updates: list[dict[str, Any]], probe: Probe | None) -> dict[str, float]:
@@ -260,6 +263,8 @@ def engine_args(generator: Any, model_path: str, dtype: str, max_length: int, on
         max_num_seqs=generator.max_num_seqs, enforce_eager=generator.enforce_eager, skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs", enable_prefix_caching=True, disable_log_stats=True, seed=0,
         weight_transfer_config={"backend": generator.weight_backend})
+    if generator.block_size:
+        args["block_size"] = generator.block_size
     if on_gpu:
         args["gpu_memory_utilization"] = generator.gpu_memory_utilization
     else:

@@ -110,6 +110,7 @@ class GroupMeta:
     version_min: int
     version_max: int
     generator: str = ""
+    cached_tokens: int = 0  # of all samples' prompts: those whose keys and values were in the prefix cache
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,9 @@ def _check_sampling(cfg: Config) -> None:
     if cfg.generator.weight_backend == "nccl" and cfg.generator.gpus == 0:
         raise ConfigError("generator.weight_backend", "nccl", "needs GPUs (generator.gpus > 0)",
                           "Use generator.weight_backend=object_store.")
+    if cfg.generator.block_size % 32 and cfg.generator.gpus == 0:
+        raise ConfigError("generator.block_size", cfg.generator.block_size, "on a CPU vLLM has blocks of a multiple of "
+                          "32 tokens", "Use 32, or 0 for vLLM's own choice.")
     if r.max_staleness > 0 and cfg.algorithm.tis_cap is None and cfg.learner.updates_per_batch == 1:
         raise ConfigError("rollout.max_staleness", r.max_staleness, "off-policy tokens need a correction",
                           "Set algorithm.tis_cap=2 (truncated importance weights).")

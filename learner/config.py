@@ -187,6 +187,7 @@ class GeneratorConfig:
     count: int = 1
     max_num_seqs: int = 256
     kv_cache_gib: float = 1.0
+    block_size: int = 0  # tokens of a cache block, the unit in which prompts share a prefix; 0: vLLM's (128 on a CPU)
     gpu_memory_utilization: float = 0.5
     threads: int = 0
     enforce_eager: bool = True
@@ -338,7 +339,8 @@ RANGES = (
     ("optimizer.weight_decay", 0, True), ("optimizer.eps", 0, False), ("learner.ranks", 1, True),
     ("learner.micro_batch_tokens", 1, True), ("learner.logprob_chunk_tokens", 1, True),
     ("learner.updates_per_batch", 1, True), ("learner.timeout_s", 0, False), ("generator.count", 1, True),
-    ("generator.max_num_seqs", 1, True), ("generator.kv_cache_gib", 0, False), ("generator.bucket_mib", 1, True),
+    ("generator.max_num_seqs", 1, True), ("generator.kv_cache_gib", 0, False),
+    ("generator.block_size", 0, True), ("generator.bucket_mib", 1, True),
     ("generator.sync_tolerance", 0, False), ("generator.mismatch_bound", 0, False), ("generator.restarts", 0, True),
     ("learner.restarts", 0, True), ("cluster.restarts", 0, True), ("cluster.restart_window_s", 0, False),
     ("cluster.restart_backoff_s", 0, True), ("cluster.probe_timeout_s", 0, False),

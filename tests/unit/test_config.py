@@ -94,6 +94,7 @@ CASES = [
     (["evaluation.samples=0"], ["evaluation.samples=0", "at least 1"]),
     (["reward.max_failure_share=2"], ["reward.max_failure_share=2", "[0, 1]"]),
     (["generator.weight_backend=nccl"], ["generator.weight_backend=nccl", "GPU"]),
+    (["generator.block_size=48"], ["generator.block_size=48", "multiple of 32"]),
     (["data=files"], ["data.path=", "questions"]),
     (["data.terms=[]"], ["data.terms=[]", "how many numbers"]),
     (["model=/no/such/model"], ["model.path=/no/such/model", "config.json"]),
