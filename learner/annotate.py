@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import ray
 
 from actors.prompts import Prompt, PromptStream
-from actors.records import SamplingParams
+from actors.records import GroupMeta, SamplingParams
 from actors.rollouts import Group
 from cluster.progress import duration
 from learner import checkpoint
@@ -61,16 +61,19 @@ def annotate(cfg: Config, run_dir: Path, stopping: Stopping) -> None:
     engines = Engines(cfg, run_dir)
     prompts = PromptStream(engines.train, cfg.seed).next(cfg.annotate.prompts)
     parts = [prompts[i : i + PART] for i in range(0, len(prompts), PART)]
-    missing = [k for k in range(len(parts)) if not (folder / name(k)).is_file()]
+    missing = [k for k in range(len(parts)) if not whole(folder / name(k))]
     if missing:
         engines.start()
     stopping.gently = True
+    spent = 0.0
     for done, k in enumerate(missing, 1):
+        started = time.monotonic()
         table, counts = Annotator(cfg, engines, k * IDS).part(parts[k])
+        counts["seconds"] = time.monotonic() - started
         write(table.replace_schema_metadata({"counts": json.dumps(counts)}), folder / name(k))
-        left = (time.monotonic() - began) / done * (len(missing) - done)
+        spent += counts["seconds"]
         print(f"volley: part {k + 1}/{len(parts)}: {table.num_rows} answers, {counts['steps']} steps, "
-              f"{counts['completions']} completions  left {duration(left)}", flush=True)
+              f"{counts['completions']} completions  left {duration(spent / done * (len(missing) - done))}", flush=True)
         if stopping.is_set():
             raise KeyboardInterrupt
     stopping.gently = False
@@ -83,9 +86,10 @@ def annotate(cfg: Config, run_dir: Path, stopping: Stopping) -> None:
     beside = run_dir / "summary.json.partial"
     beside.write_text(json.dumps(summary, indent=1) + "\n")
     beside.rename(run_dir / "summary.json")
-    shown = {k: v for k, v in summary.items() if k not in ("experiment", "seed")}
-    print("volley: " + ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items()))
-    print(f"volley: done; the labels are in {run_dir / 'annotations.parquet'}", flush=True)
+    told = [f"{kind} {r:.3f}" for kind in ("soft", "hard") if (r := summary[f"{kind}_correlation"]) is not None]
+    agree = f"; labels correlate with the exact check of the steps: {', '.join(told)}" if told else ""
+    print(f"volley: {summary['answers']} answers, {summary['dropped']} dropped, {summary['steps']} steps{agree}\n"
+          f"volley: done in {summary['wall_s']:.0f} s; the labels are in {run_dir / 'annotations.parquet'}", flush=True)
 
 
 def begin(cfg: Config, folder: Path) -> None:
@@ -106,6 +110,15 @@ def name(part: int) -> str:
     return f"part_{part:05d}.parquet"
 
 
+def whole(file: Path) -> bool:
+    """Whether a part is there and can be read to its end."""
+    try:
+        pq.read_table(file)
+    except (OSError, pa.ArrowInvalid):
+        return False
+    return True
+
+
 def write(table: pa.Table, file: Path) -> None:
     beside = file.with_suffix(".partial")
     pq.write_table(table, beside)
@@ -120,11 +133,13 @@ class Annotator:
         engines.sampled = first
 
     def part(self, prompts: Sequence[Prompt]) -> tuple[pa.Table, dict[str, int]]:
-        """(rows of ROW, counts) of the answers to `prompts`; those that cannot be labelled are counted and left out."""
+        """(rows of ROW, counts) of the answers to `prompts`; those that cannot be labelled are counted and left out.
+
+        prefix_tokens: of the prompts that completions begin with, of which cached_tokens had been worked out."""
         a = self.cfg.annotate
         groups, scored = self.engines.sample([self.engines.request(p, a.answers, a.temperature) for p in prompts])
         answers = self.answers(groups, read_scores(scored).accuracy)
-        found, completions, tokens = self.complete(answers)
+        found, metas = self.complete(answers)
         rows, dropped = [], 0
         for answer in answers:
             labels = step_labels(answer.ids, answer.ends, answer.accuracy, found[answer.prompt.prompt_id])
@@ -137,7 +152,10 @@ class Annotator:
         columns = [list(c) for c in zip(*rows, strict=True)] or [[]] * len(ROW)
         table = pa.table([pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)], schema=ROW)
         return table, {"answers": len(rows), "dropped": dropped, "steps": sum(len(r[5]) for r in rows),
-                       "completions": completions, "tokens": tokens + sum(len(x.ids) for x in answers)}
+                       "completions": sum(len(m.lengths) for m in metas),
+                       "tokens": sum(len(x.ids) for x in answers) + int(sum(m.lengths.sum() for m in metas)),
+                       "prefix_tokens": sum(m.prompt_tokens * len(m.lengths) for m in metas),
+                       "cached_tokens": sum(m.cached_tokens for m in metas)}
 
     def answers(self, groups: Sequence[Group], accuracy: np.ndarray) -> list[_Answer]:
         """The samples of some groups, in order, with their steps; `accuracy` float [samples]."""
@@ -151,8 +169,8 @@ class Annotator:
                 out.append(_Answer(group.prompt, prompt_ids, ids, text, ends, float(accuracy[len(out)])))
         return out
 
-    def complete(self, answers: Sequence[_Answer]) -> tuple[dict[str, dict[Prefix, Label | None]], int, int]:
-        """(labels by prompt_id and prefix, completions, their tokens) of every distinct prefix of the answers.
+    def complete(self, answers: Sequence[_Answer]) -> tuple[dict[str, dict[Prefix, Label | None]], list[GroupMeta]]:
+        """(labels by prompt_id and prefix, scalars of the completions) of every distinct prefix of the answers.
 
         Prefixes of one prompt are asked for one after the other: they share blocks of vLLM's prefix cache."""
         a, r = self.cfg.annotate, self.cfg.rollout
@@ -167,7 +185,7 @@ class Annotator:
         found: dict[str, dict[Prefix, Label | None]] = {x.prompt.prompt_id: {} for x in answers}
         for (x, prefix), batch in zip(asked, scored, strict=True):
             found[x.prompt.prompt_id][prefix] = label(read_scores([batch]).accuracy.tolist())
-        return found, len(requests) * a.completions, int(sum(g.meta.lengths.sum() for g in groups))
+        return found, [g.meta for g in groups]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.engines.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -188,6 +206,8 @@ def summarise(tables: Sequence[pa.Table]) -> dict[str, Any]:
     (the last step of an answer, whose label is its accuracy, included)."""
     counts = [json.loads(t.schema.metadata[b"counts"]) for t in tables]
     found: dict[str, Any] = {key: sum(c[key] for c in counts) for key in counts[0]}
+    found |= {f"{key}_per_s": found[key] / found["seconds"] for key in ("steps", "tokens")}
+    found["cached_share"] = found["cached_tokens"] / found["prefix_tokens"] if found["prefix_tokens"] else None
     rows = [r for t in tables for r in t.select(["soft", "hard", "exact"]).to_pylist()]
     for kind in ("soft", "hard"):
         found[f"{kind}_mean"] = float(np.mean([v for r in rows for v in r[kind]])) if rows else None

@@ -8,14 +8,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from actors.prompts import Dataset, Prompt, build_dataset
 from actors.records import SamplingParams
 from actors.rollouts import Dispatcher, GeneratorPool, Group
+from learner import preflight
+from learner.assemble import Scores, read_scores
 from learner.config import Config, ConfigError
 from learner.group import LearnerGroup
 from learner.model import load_tokenizer, materialise, stop_ids
+from learner.run import RunError
 from learner.services import RewardClient
 
 
@@ -71,6 +75,16 @@ def sample(dispatcher: Dispatcher, rewards: RewardClient, requests: Iterable[Req
     return groups, rewards.collect(groups)
 
 
+def check_failures(cfg: Config, scores: Scores) -> None:
+    """Raise RunError where more than reward.max_failure_share of the rewards are not ok."""
+    share = float(np.mean(~scores.valid)) if len(scores.valid) else 0.0
+    if share > cfg.reward.max_failure_share:
+        i = int(np.flatnonzero(~scores.valid)[0])
+        raise RunError(f"{share:.0%} of the rewards of this step are not ok, more than reward.max_failure_share="
+                       f"{cfg.reward.max_failure_share:g}. The first: status {scores.statuses[i]}, "
+                       f"{scores.reasons[i]}. Mend the reward or the data, or raise the bound.")
+
+
 def in_flight(cfg: Config) -> int:
     """Completions worth having under way: what the generators batch, and as much waiting."""
     return 2 * cfg.generator.max_num_seqs * cfg.generator.count
@@ -92,6 +106,8 @@ class Engines:
     def start(self) -> None:
         """Until the generators have proved the weights."""
         cfg = self.cfg
+        if note := preflight.check_rewards(cfg, self.heldout)[1]:
+            print(f"volley: note: {note}", flush=True)
         self.learner = LearnerGroup(cfg)
         self.generators = GeneratorPool(cfg, self.model_path, stop_ids(self.tokenizer, self.model_path),
                                         cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)
@@ -106,10 +122,14 @@ class Engines:
                        SamplingParams(self.cfg.rollout.max_tokens, temperature))
 
     def sample(self, requests: list[Request]) -> tuple[list[Group], list[pa.RecordBatch]]:
-        """See `sample`; ids go on where the last call's ended, so that its seeds depend on the order of calls alone."""
+        """See `sample`; ids go on where the last call's ended, so that its seeds depend on the order of calls alone.
+        Raises RunError where too many rewards are not ok."""
         dispatcher = Dispatcher(self.generators, self.cfg.seed, self.cfg.rollout.timeout_s)
         self.sampled += len(requests)
-        return sample(dispatcher, self.rewards, requests, -1 - self.sampled + len(requests), 0, in_flight(self.cfg))
+        first = -1 - self.sampled + len(requests)
+        groups, scored = sample(dispatcher, self.rewards, requests, first, 0, in_flight(self.cfg))
+        check_failures(self.cfg, read_scores(scored))
+        return groups, scored
 
     def stop(self) -> None:
         self.rewards.stop()

@@ -34,7 +34,7 @@ from learner.measure import evaluation, step_metrics
 from learner.model import load_tokenizer, materialise, model_size, stop_ids
 from learner.run import RunError, Stopping
 from learner.sampler import Sampler
-from learner.sampling import Request, datasets, encode, in_flight, sample
+from learner.sampling import Request, check_failures, datasets, encode, in_flight, sample
 from learner.schedule import learning_rate
 from learner.services import RewardClient, RolloutLog
 from learner.sources import COLUMNS, given_group
@@ -237,7 +237,7 @@ class Trainer:
                 new = self.collect(more, len(groups))
             with self.phase("reward"):
                 scored += [self.given.pop(g.meta.group_id) for g in new] if self.given else self.rewards.collect(new)
-                self.check_failures(read_scores(scored))
+                check_failures(self.cfg, read_scores(scored))
             groups += new
             more = 0 if a.filter != "resample" else regimes.groups_to_draw(
                 wanted, alive(self.cfg, [g.meta for g in groups], read_scores(scored)), len(groups), 0,
@@ -404,14 +404,6 @@ class Trainer:
             self.refresher.save(folder)
 
     # ---- checks and books -------------------------------------------------------------------------------------
-
-    def check_failures(self, scores: Scores) -> None:
-        share = float(np.mean(~scores.valid)) if len(scores.valid) else 0.0
-        if share > self.cfg.reward.max_failure_share:
-            i = int(np.flatnonzero(~scores.valid)[0])
-            raise RunError(f"{share:.0%} of the rewards of this step are not ok, more than reward.max_failure_share="
-                           f"{self.cfg.reward.max_failure_share:g}. The first: status {scores.statuses[i]}, "
-                           f"{scores.reasons[i]}. Mend the reward or the data, or raise the bound.")
 
     def check_mismatch(self, stats: dict[str, tuple[float, float, float, float]]) -> None:
         """Generator and learner must agree on the tokens just sampled; past the bound nothing that follows is true."""
