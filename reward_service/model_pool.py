@@ -55,7 +55,8 @@ class RewardModelActor:
         self.models: dict[str, Any] = {}
         for name, path in paths.items():
             self._load(name, path)
-        self._queue: queue.Queue = queue.Queue()  # _Waiting, or (function, future)
+        self._queue: queue.Queue = queue.Queue()  # _Waiting, (function, future), or None: look for pings
+        self._pings: queue.Queue[Future] = queue.Queue()
         threading.Thread(target=self._loop, name="scoring", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -70,8 +71,11 @@ class RewardModelActor:
         return await self._ask(lambda future: (partial(self._load, name, path), future))
 
     async def ping(self) -> int:
-        """Answered by the thread that scores, between two batches."""
-        return await self._ask(lambda future: (lambda: self.index, future))
+        """Answered by the thread that scores, between two micro-batches, whatever waits."""
+        future: Future = Future()
+        self._pings.put(future)
+        self._queue.put(None)
+        return await asyncio.wrap_future(future)
 
     async def _ask(self, entry: Callable[[Future], Any]) -> Any:
         future: Future = Future()
@@ -83,8 +87,9 @@ class RewardModelActor:
             entries = [self._queue.get()]
             while not self._queue.empty():
                 entries.append(self._queue.get())
+            self._pong()
             groups: list[_Waiting] = []
-            for entry in entries:
+            for entry in filter(None, entries):
                 if isinstance(entry, _Waiting):
                     groups.append(entry)
                     continue
@@ -96,6 +101,10 @@ class RewardModelActor:
                 except Exception as error:  # noqa: BLE001 - belongs to the caller
                     future.set_exception(error)
             self._answer(groups)
+
+    def _pong(self) -> None:
+        while not self._pings.empty():  # no other thread takes from it
+            self._pings.get().set_result(self.index)
 
     def _answer(self, groups: list[_Waiting]) -> None:
         try:
@@ -119,7 +128,8 @@ class RewardModelActor:
                 prefills = [g.prefill for g in groups for _ in range(g.table.num_rows)]
                 ends = [self._ends(how.steps or self.cfg.data.steps, p, c.tolist()) for p, c in zip(
                     prefills, completions, strict=True)]
-            found[name] = judge(model, how, prompts, completions, ends, self.cfg.reward_model.batch_tokens, self.device)
+            found[name] = judge(model, how, prompts, completions, ends, self.cfg.reward_model.batch_tokens, self.device,
+                                self._pong)
         return [{name: scores[i] for name, scores in found.items()} for i in range(len(completions))]
 
     def _ends(self, steps: str, prefill: str, ids: list[int]) -> list[int]:
@@ -180,7 +190,7 @@ class RewardModelPool:
             _, index, ref = self.pending[group_id]
             member = self.members[index]
             try:
-                found = member.wait(ref, self.cfg.reward_model.timeout_s, f"{member.name}: group {group_id}")
+                found = member.wait(ref, self._limit(index), f"{member.name}: group {group_id}")
             except Exception as error:  # noqa: BLE001 - classified
                 member.replace(error, partial(self._send_again, index))
                 continue
@@ -193,7 +203,7 @@ class RewardModelPool:
         refs = [m.actor.load.remote(name, path) for m in self.members]
         for index, (member, ref) in enumerate(zip(self.members, refs, strict=True)):
             try:
-                member.wait(ref, self.cfg.reward_model.timeout_s, f"{member.name}: load {name}")
+                member.wait(ref, self._limit(index), f"{member.name}: load {name}")
             except Exception as error:  # noqa: BLE001 - classified
                 member.replace(error, partial(self._send_again, index))
 
@@ -204,6 +214,12 @@ class RewardModelPool:
     def stop(self) -> None:
         for member in self.members:
             member.end()
+
+    def _limit(self, index: int) -> float:
+        """Seconds for all that this member has before it, a timeout_s for each batch. That it hangs shows sooner."""
+        rm, metas = self.cfg.reward_model, [g.meta for g, at, _ in self.pending.values() if at == index]
+        tokens = sum(int(m.lengths.sum()) + m.prompt_tokens * len(m.lengths) for m in metas)
+        return rm.timeout_s * (1 + tokens / rm.batch_tokens)
 
     def _send(self, group: Any, index: int) -> None:
         ref = self.members[index].actor.score.remote(group.table, group.prompt.prefill)

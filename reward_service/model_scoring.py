@@ -7,7 +7,7 @@ answers (tests/flow/test_reward_models.py measures it).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,16 @@ class Answer:
     ends: list[int]
 
 
-def score(model: RewardModel, how: Meaning, answers: Sequence[Answer], budget: int, device: Any) -> list[np.ndarray]:
-    """float64 [ends] of each answer. Micro-batches hold at most `budget` padded tokens; a longer answer goes alone."""
+def score(model: RewardModel, how: Meaning, answers: Sequence[Answer], budget: int, device: Any,
+          between: Callable[[], object] = lambda: None) -> list[np.ndarray]:
+    """float64 [ends] of each answer. Micro-batches hold at most `budget` padded tokens; a longer answer goes alone.
+    `between` is called before each of them."""
     lengths = np.array([len(a.ids) for a in answers], np.int64)
     micro = pack(lengths, budget)
     found: list[Any] = [None] * len(answers)
     with torch.no_grad():
         for m in range(int(micro.max(initial=-1)) + 1):
+            between()
             members = np.flatnonzero(micro == m)
             ids = torch.zeros(len(members), int(lengths[members].max()), dtype=torch.long)
             for row, i in enumerate(members):
@@ -49,8 +52,10 @@ def score(model: RewardModel, how: Meaning, answers: Sequence[Answer], budget: i
 
 
 def judge(model: RewardModel, how: Meaning, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray],
-          ends: Sequence[list[int]], budget: int, device: Any = "cpu") -> list[ModelScore]:
-    """A verdict on each completion; `ends`: of its steps (the last is its last token), read by a process model alone.
+          ends: Sequence[list[int]], budget: int, device: Any = "cpu",
+          between: Callable[[], object] = lambda: None) -> list[ModelScore]:
+    """A verdict on each completion; `ends`: of its steps (the last is its last token), read by a process model alone;
+    `between`: see `score`.
 
     An answer that does not fit into the model's context, or has no token, is ungradable; a score that is not finite
     an error: neither is ever a number."""
@@ -67,7 +72,7 @@ def judge(model: RewardModel, how: Meaning, prompts: Sequence[np.ndarray], compl
             inside = ends[i] if how.kind == "process" else [len(completion) - 1]
             answers.append(Answer(np.concatenate([prompt, completion]), [len(prompt) + e for e in inside]))
             places.append(i)
-    for i, values in zip(places, score(model, how, answers, budget, device), strict=True):
+    for i, values in zip(places, score(model, how, answers, budget, device, between), strict=True):
         if not np.isfinite(values).all():
             out[i] = ModelScore("error", None, f"the reward model's score is {values[~np.isfinite(values)][0]}")
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,25 @@ def test_one_of_10000_tokens_among_short_ones_takes_no_more_memory_than_itself(c
         verdicts = pool.collect(3)
         assert [v["orm"].status for v in verdicts] == ["ungradable", "ok"]
         assert "context of 16384" in verdicts[0]["orm"].reason
+    finally:
+        pool.stop()
+
+
+def test_one_that_is_long_at_work_answers_its_probes_and_is_left_alone(cluster: None, tmp_path: Path) -> None:
+    folder = make_reward_model(tmp_path, 4, context=4096, hidden=256)
+    cfg = settings(folder, "rollout.max_tokens=3000", "learner.micro_batch_tokens=4096", "cluster.probe_timeout_s=2",
+                   "reward_model.batch_tokens=3000")
+    pool = RewardModelPool(cfg, str(folder))
+    pool.start()
+    cfg.reward_model.timeout_s = 2.0  # a start takes longer
+    try:
+        groups = [make_group(i, [2900] * 10) for i in range(4)]
+        began = time.monotonic()
+        for g in groups:
+            pool.submit(g)
+        assert all(np.isfinite(scores(pool, g)).all() for g in groups)
+        assert time.monotonic() - began > 2 * 2.0  # more than a probe, or one batch of answers, has
+        assert pool.restarts == 0
     finally:
         pool.stop()
 
