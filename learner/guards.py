@@ -1,5 +1,5 @@
 """Warnings while a run goes on: entropy that collapses, answers that explode, steps that are skipped, a reward model
-that is gained and gold accuracy is not. Pure.
+whose score rises while gold accuracy does not. Pure.
 
 Each is told when it begins and not again before it has ended. Low entropy alone is no fault: a policy that has learned
 a task is sure of it. It is one while most answers are wrong, because then nothing new is found any more.
@@ -22,17 +22,17 @@ def check(cfg: Any, state: Mapping[str, Any], values: Mapping[str, float]) -> tu
     step by written name (cluster/metrics.py); a guard whose metrics are absent or not finite keeps its state.
     """
     lengths = [*state.get("lengths", []), *_known(values, "response_length/mean")]
-    gaps = {name: [*state.get("gaps", {}).get(name, []), *_known(values, name)][-cfg.reward_window:]
-            for name in {**state.get("gaps", {}), **values} if name.startswith(GAP)}
+    judged = _judged(cfg, state.get("judged", {}), values)
     first = state.get("first_entropy")
     if first is None:
         first = next(iter(_known(values, "actor/entropy")), None)
     found = {"entropy_collapse": _entropy(cfg, first, values), "length_explosion": _length(cfg, lengths, values),
-             "skipped_steps": _skipped(values), "reward_hacking": _hacking(cfg, gaps)}
+             "skipped_steps": _skipped(values), "reward_hacking": _hacking(cfg, judged)}
     before = set(state.get("active", ()))
     active = [n for n in NAMES if found[n] or (found[n] is None and n in before)]
     begun = [str(found[n]) for n in active if n not in before]
-    return {"first_entropy": first, "lengths": lengths[-cfg.length_window - 1:], "gaps": gaps, "active": active}, begun
+    return {"first_entropy": first, "lengths": lengths[-cfg.length_window - 1:], "judged": judged,
+            "active": active}, begun
 
 
 def _known(values: Mapping[str, float], name: str) -> list[float]:
@@ -69,18 +69,27 @@ def _length(cfg: Any, lengths: list[float], values: Mapping[str, float]) -> str 
     return ""
 
 
-def _hacking(cfg: Any, gaps: Mapping[str, list[float]]) -> str | None:
-    """Of the last reward_window steps the second half against the first."""
-    known = {n: g for n, g in gaps.items() if len(g) == cfg.reward_window}
-    if not known or not cfg.reward_gap:
+def _judged(cfg: Any, before: Mapping[str, list[Any]], values: Mapping[str, float]) -> dict[str, list[list[float]]]:
+    """[mean score, gold accuracy] of the last reward_window steps that have both, by reward model."""
+    right = _known(values, "reward/accuracy")
+    new = {name.removeprefix(GAP): [[gap + right[0], right[0]]] for name in values if name.startswith(GAP)
+           for gap in _known(values, name) if right}
+    return {name: [*before.get(name, []), *new.get(name, [])][-cfg.reward_window:] for name in {**before, **new}}
+
+
+def _hacking(cfg: Any, judged: Mapping[str, list[list[float]]]) -> str | None:
+    """Of the last reward_window steps the second half against the first. A score that rises with accuracy is no fault
+    however fast it does: raw scores have any scale."""
+    full = {name: j for name, j in judged.items() if len(j) == cfg.reward_window}
+    if not full or not cfg.reward_gap:
         return "" if not cfg.reward_gap else None
     half = cfg.reward_window // 2
-    for name, g in known.items():
-        grown = sum(g[-half:]) / half - sum(g[:half]) / half
-        if grown > cfg.reward_gap:
-            return (f"the reward model {name.removeprefix(GAP)} and the gold answers part: within {cfg.reward_window} "
-                    f"steps its mean score gained {grown:.3g} more than accuracy did, more than guards.reward_gap="
-                    f"{cfg.reward_gap:g}. The policy may have found what the model wrongly likes. Train it on the "
+    for name, j in full.items():
+        score, right = ((sum(pair[k] for pair in j[-half:]) - sum(pair[k] for pair in j[:half])) / half for k in (0, 1))
+        if right <= 0 < score and score - right > cfg.reward_gap:
+            return (f"the reward model {name} and the gold answers part: within {cfg.reward_window} steps its mean "
+                    f"score rose by {score:.3g} and accuracy changed by {right:.3g}, together more than "
+                    f"guards.reward_gap={cfg.reward_gap:g}. The policy may have found what the model wrongly likes. Train it on the "
                     "policy's own samples (reward_model.every), raise algorithm.beta, or stop earlier.")
     return ""
 

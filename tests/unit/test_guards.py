@@ -76,15 +76,33 @@ def test_a_step_that_tells_nothing_changes_nothing(absent: Values):
     assert [len(t) for t in told] == [0, 0, 1, 0, 0, 0, 1]
 
 
-def gap(*values: float) -> list[Values]:
-    return [{"reward_gap/orm": v} for v in values]
+def judged(scores: Iterable[float], right: Iterable[float], model: str = "orm") -> list[Values]:
+    return [{f"reward_gap/{model}": s - a, "reward/accuracy": a} for s, a in zip(scores, right, strict=True)]
 
 
-def test_a_model_reward_that_parts_from_gold_is_told_once_the_window_is_full():
-    told = run(gap(0.1, 0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.45, 0.6), reward_window=4)
-    # means of the halves: 0.1 and 0.25; 0.15 and 0.3; 0.25 and 0.3: together again; 0.3 and 0.375; 0.3 and 0.525
-    assert [len(t) for t in told] == [0, 0, 0, 1, 0, 0, 0, 0, 1]
-    assert "reward model orm" in told[3][0] and "gained 0.15 more than accuracy" in told[3][0]
+def test_a_model_whose_score_rises_while_accuracy_falls_is_told_once_the_window_is_full():
+    scores, right = (0.5, 0.5, 0.5, 0.6, 0.6, 0.6, 0.6, 0.6, 0.68), (0.6, 0.6, 0.5, 0.5, 0.5, 0.4, 0.5, 0.5, 0.3)
+    told = run(judged(scores, right), reward_window=4)
+    # changes of the halves' means: 0.05 and -0.1; 0.1, -0.05; 0.05, -0.05; 0, -0.05; 0, 0.05; 0.04, -0.05
+    assert [len(t) for t in told] == [0, 0, 0, 1, 0, 0, 0, 0, 0]
+    assert "reward model orm" in told[3][0] and "rose by 0.05" in told[3][0] and "changed by -0.1" in told[3][0]
     assert "guards.reward_gap=0.1" in told[3][0] and "reward_model.every" in told[3][0]
-    assert run(gap(0.1, 0.1, 0.2, 0.3), reward_window=4, reward_gap=0.0) == [[]] * 4
-    assert run(gap(0.5, 0.4, 0.3, 0.2), reward_window=4) == [[]] * 4  # accuracy gains more: no fault
+    told = run(judged(scores, right), reward_window=4, reward_gap=0.06)
+    assert [len(t) for t in told] == [0, 0, 0, 1, 0, 0, 0, 0, 1]  # goes on until nothing rises, and comes again
+    assert run(judged(scores, right), reward_window=4, reward_gap=0.0) == [[]] * 9
+
+
+def test_a_score_that_rises_with_accuracy_is_no_fault_whatever_its_scale():
+    assert run(judged((1, 2, 3, 4), (0.1, 0.2, 0.3, 0.4)), reward_window=4) == [[]] * 4
+    assert run(judged((0.9, 0.9, 0.8, 0.8), (0.9, 0.9, 0.3, 0.3)), reward_window=4) == [[]] * 4  # it sees the fall
+    told = run(judged((1, 1, 2, 2), (0.4, 0.4, 0.4, 0.4)), reward_window=4)  # accuracy stalls
+    assert [len(t) for t in told] == [0, 0, 0, 1]
+
+
+def test_a_step_without_gold_answers_counts_for_nothing():
+    steps = judged((0.1, 0.1, 0.4, 0.4), (0.5, 0.5, 0.4, 0.4))
+    blind = [{"reward_gap/orm": 0.9, "reward/accuracy": math.nan}, {"reward_gap/orm": 0.9},
+             {"reward_gap/orm": math.nan, "reward/accuracy": 0.5}]
+    assert [len(t) for t in run([*steps[:2], *blind, *steps[2:]], reward_window=4)] == [0, 0, 0, 0, 0, 0, 1]
+    two = [a | b for a, b in zip(steps, judged((0.5,) * 4, (0.5, 0.5, 0.4, 0.4), "prm"), strict=True)]
+    assert "reward model orm" in run(two, reward_window=4)[3][0]
