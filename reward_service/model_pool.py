@@ -136,6 +136,7 @@ class RewardModelActor:
         def decode(part: list[int]) -> str:
             return self.tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+        self._pong()  # thousands of tokens take seconds
         return step_ends(steps, prefill, decode(ids), ids, decode) if ids else []
 
     def _load(self, name: str, path: str) -> str:
