@@ -1,7 +1,7 @@
 """What a run needs, on paper: memory of one machine, disk for checkpoints, room in the object store. Pure; in bytes.
 
 Estimates, made to tell a run that cannot fit from one that can, and to say which part is the large one. What lives on a
-GPU (learner.gpus, generator.gpus, reference.gpus above 0) is not counted.
+GPU (learner.gpus, generator.gpus, reference.gpus, reward_model.gpus above 0) is not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 # Private memory of a process beside its model, cache and activations, as seen on Linux with the CPU builds; "services"
 # are Ray's own processes, the reward service and the writer of rollouts.
 PROCESS = {"learner": 600 * MIB, "generator": 1450 * MIB, "reference": 350 * MIB, "reward": 100 * MIB,
-           "services": 1200 * MIB}
+           "reward_model": 350 * MIB, "services": 1200 * MIB}
 # Values kept for backward, per token, layer and hidden unit, attention matrices not stored (arXiv 2205.05198, eq. 2: 34
 # bytes at 2 bytes a value).
 ACTIVATIONS = 17
@@ -35,32 +35,39 @@ def has_reference(cfg: Any) -> bool:
     return cfg.stage == "rl" and cfg.algorithm.beta > 0 and cfg.algorithm.kl_placement != "none"
 
 
-def memory(cfg: Any, size: ModelSize) -> dict[str, int]:
+def memory(cfg: Any, size: ModelSize, rewards: Mapping[str, ModelSize] | None = None) -> dict[str, int]:
     """Bytes of each part that must be resident at once on the one machine of a local cluster.
 
-    `cfg`: learner.config.Config. AdamW keeps two float32 moments, and a float32 master copy where weights are held in
-    less or are sharded. ZeRO 1 shards the optimizer's part over the ranks, 2 gradients too, 3 weights too; ranks share
-    the machine, so what is not sharded is there once a rank. vLLM on a CPU keeps weights twice: as loaded, and packed.
+    `cfg`: learner.config.Config; `rewards`: sizes of reward.models by name, as far as they are served. AdamW keeps two
+    float32 moments, and a float32 master copy where weights are held in less or are sharded. ZeRO 1 shards the
+    optimizer's part over the ranks, 2 gradients too, 3 weights too; ranks share the machine, so what is not sharded is
+    there once a rank. vLLM on a CPU keeps weights twice: as loaded, and packed.
     """
-    n, b, lr, g = size.parameters, BYTES[cfg.model.dtype], cfg.learner, cfg.generator
-    rl = cfg.stage == "rl"
-    models = 2 if cfg.algorithm.critic and rl else 1
+    n, b, lr, g, rm = size.parameters, BYTES[cfg.model.dtype], cfg.learner, cfg.generator, cfg.reward_model
+    sampled, models = cfg.generates, 2 if cfg.algorithm.critic and cfg.stage == "rl" else 1
+    rewards = rewards or {}
+    refreshed = rewards.get(rm.refresh) if rm.every or rm.initial else None  # trained beside the policy
 
-    def copies(sharded_from: int) -> int:
-        return models * (1 if lr.zero_stage >= sharded_from else lr.ranks)
+    def trained(parameters: int) -> list[int]:
+        """Weights, gradients, optimizer state."""
+        moments = 8 + (4 if b < 4 or lr.zero_stage else 0)
+        return [parameters * each * (1 if lr.zero_stage >= sharded_from else lr.ranks)
+                for each, sharded_from in ((b, 3), (b, 2), (moments, 1))]
 
     parts: dict[str, int] = {}
     if not lr.gpus:
-        master = 4 if b < 4 or lr.zero_stage else 0
-        parts |= {"learner weights": n * b * copies(3), "gradients": n * b * copies(2),
-                  "optimizer state": n * (8 + master) * copies(1)}
+        parts |= zip(("learner weights", "gradients", "optimizer state"), trained(models * n), strict=True)
+        parts |= {"reward learner": sum(trained(refreshed.parameters))} if refreshed else {}
     if has_reference(cfg) and not cfg.reference.gpus:
         parts["reference"] = n * b * cfg.reference.count
-    if rl and not g.gpus:
+    if rewards and not rm.gpus:
+        parts["reward models"] = sum(m.parameters for m in rewards.values()) * b * rm.count
+    if sampled and not g.gpus:
         parts["generator weights"] = 2 * n * b * g.count
         parts["generator cache"] = max(1, round(g.kv_cache_gib)) * GIB * g.count  # whole GiB (cluster/environment.py)
     parts["object store"] = cfg.cluster.object_store_mib * MIB
-    count = {"learner": lr.ranks, "generator": g.count * rl, "reward": cfg.reward.workers * rl, "services": 1,
+    count = {"learner": lr.ranks * (2 if refreshed else 1), "generator": g.count * sampled, "services": 1,
+             "reward": cfg.reward.workers * sampled, "reward_model": rm.count * bool(rewards),
              "reference": cfg.reference.count * has_reference(cfg)}
     parts["processes"] = sum(PROCESS[kind] * n for kind, n in count.items())
     return parts

@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,8 @@ from cluster import plan, security
 from cluster.local import target
 from learner import algorithms
 from learner.config import Config
-from learner.model import load_model, load_tokenizer, model_size
+from learner.model import ModelError, load_model, load_tokenizer, model_size
+from reward_service.meaning import NEW
 
 REACH_S = 10.0  # for a TCP connection to a running cluster
 PROBES = 8  # held-out prompts whose right answers are scored
@@ -62,17 +64,31 @@ class Preflight:
     def memory(self) -> str:
         if not self.local:
             return "on a running cluster: not estimated"
-        need, more, free = plan.memory(self.cfg, self.size), plan.passing(self.cfg, self.size), free_memory()
+        need, more, free = (plan.memory(self.cfg, self.size, self.reward_models()), plan.passing(self.cfg, self.size),
+                            free_memory())
         total = sum(need.values())
         text = f"{plan.show(need)} of {plan.amount(free)} free"
         if total > free:
             raise PreflightError(f"memory: needs about {text}. Lower generator.kv_cache_gib, generator.count, "
-                                 "cluster.object_store_mib or reward.workers, raise learner.zero_stage, or use "
-                                 "model.dtype=bfloat16, a smaller model or a larger machine.")
+                                 "cluster.object_store_mib, reward_model.count or reward.workers, raise "
+                                 "learner.zero_stage, or use model.dtype=bfloat16, smaller models or a larger machine.")
         if total + sum(more.values()) > free:
             self.notes.append(f"memory may run out in a training step: about {plan.show(more)} on top of {text}. Lower "
                               "learner.micro_batch_tokens, or set learner.gradient_checkpointing=true.")
         return text
+
+    def reward_models(self) -> dict[str, plan.ModelSize]:
+        """Sizes of those that are served, by name. Raises ModelError naming reward.models.NAME.path."""
+        found = {}
+        for name, model in self.cfg.reward.models.items() if self.cfg.generates else ():
+            if model["path"] == NEW:
+                found[name] = self.size
+                continue
+            try:
+                found[name] = model_size(replace(self.cfg.model, path=model["path"], init="pretrained", gguf_file=""))
+            except ModelError as error:
+                raise ModelError(str(error).replace("model.path", f"reward.models.{name}.path", 1)) from error
+        return found
 
     def cluster(self) -> str:
         if self.local:

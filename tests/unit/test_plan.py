@@ -52,6 +52,31 @@ def test_the_other_parts() -> None:
     assert plan.passing(cfg, SIZE) == {}
 
 
+def test_reward_models_are_served_and_trained_beside_the_policy() -> None:
+    cfg, rewards = config(ranks=2, stage=1), {"orm": ModelSize(3 * MILLION), "prm": ModelSize(5 * MILLION)}
+    cfg.reward_model.count = 2
+    without, served = plan.memory(cfg, SIZE), plan.memory(cfg, SIZE, rewards)
+    assert served["reward models"] == 2 * 4 * (3 + 5) * MILLION and "reward learner" not in served
+    assert served["processes"] - without["processes"] == 2 * 350 * MIB
+    cfg.reward_model.refresh = "orm"
+    assert plan.memory(cfg, SIZE, rewards) == served  # named, and never trained
+    cfg.reward_model.every = 5
+    refreshed = plan.memory(cfg, SIZE, rewards)
+    assert refreshed["reward learner"] == 3 * (2 * (4 + 4) + 12) * MILLION  # two ranks, the optimizer's part sharded
+    assert refreshed["processes"] - served["processes"] == 2 * 600 * MIB
+    cfg.reward_model.gpus = cfg.learner.gpus = 1.0
+    assert not {"reward models", "reward learner"} & set(plan.memory(cfg, SIZE, rewards))
+
+
+def test_every_stage_that_samples_has_generators() -> None:
+    cfg, none = config(), {"generator weights", "generator cache"}
+    cfg.stage = "annotate"
+    assert none <= set(plan.memory(cfg, SIZE))
+    assert plan.memory(cfg, SIZE)["processes"] == (600 + 1450 + cfg.reward.workers * 100 + 1200) * MIB
+    cfg.stage, cfg.reward_model.source = "reward_model", "files"
+    assert not none & set(plan.memory(cfg, SIZE))
+
+
 def test_a_critic_is_a_second_model() -> None:
     alone, both = plan.memory(config(), SIZE), plan.memory(config(critic=True), SIZE)
     assert both["optimizer state"] == 2 * alone["optimizer state"] and both["gradients"] == 2 * alone["gradients"]

@@ -88,6 +88,21 @@ def test_memory_says_the_numbers(checks: Preflight, monkeypatch: pytest.MonkeyPa
     assert "learner.micro_batch_tokens" in checks.notes[0]
 
 
+def test_memory_counts_reward_models(checks: Preflight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 7}))
+    save_file({"weight": np.zeros((1000, 7), np.float32)}, tmp_path / "model.safetensors")
+    without = checks.memory()
+    checks.cfg.reward.models = {"orm": {"path": str(tmp_path)}, "prm": {"path": "new"}}
+    assert {n: m.parameters for n, m in checks.reward_models().items()} == {
+        "orm": 7000, "prm": checks.size.parameters}
+    monkeypatch.setattr(preflight, "free_memory", lambda: 0)
+    assert "reward models 4 MiB" in error_of(checks.memory) and "reward models" not in without
+    (tmp_path / "model.safetensors").unlink()
+    assert error_of(checks.memory).startswith(f"reward.models.orm.path={tmp_path}: has no weights")
+    checks.cfg.stage = "pretrain"
+    assert checks.reward_models() == {}
+
+
 @pytest.mark.parametrize("files, left", [
     ({}, None), ({"memory.max": "max", "memory.current": "5"}, None),
     ({"memory.max": "1000", "memory.current": "300"}, 700), ({"memory.max": "1000", "memory.current": "1300"}, 0),
