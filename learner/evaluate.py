@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 PASS_KS, MAJ_K = (1, 8, 64), 8  # the pass@k and maj@k that are reported where there are so many samples
-RERANK_N = 16  # of how many samples a reward model chooses, where there are so many
+RERANK_N = 16  # the most samples that a reward model chooses among
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -56,9 +56,10 @@ def evaluation(groups: Sequence[Any], scores: Scores, samples: int, models: Sequ
         names, [i for k in n for i in range(k)], list(scores.accuracy), list(scores.format), scores.extracted,
         [int(v) for g in groups for v in g.meta.lengths], ks=tuple(k for k in PASS_KS if k <= samples),
         maj_k=min(MAJ_K, samples))
-    if models and samples >= RERANK_N:
+    if models:
         judged = {m: np.array([p.get(m, np.nan) for p in scores.parts], np.float64) for m in models}
-        found |= rerank(names, scores.accuracy, scores.extracted, judged)
+        more = rerank(names, scores.accuracy, scores.extracted, judged, min(RERANK_N, samples))
+        found |= {k: v for k, v in more.items() if k not in found}  # maj@8 may be there already
     return found
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
@@ -171,14 +172,16 @@ class RolloutLog:
         if self.member:
             self.member.start()
 
-    def write(self, step: int, groups: list[Group], scored: list[Any], advantages: list[list[float]]) -> None:
+    def write(self, step: int, groups: list[Group], scored: list[Any], advantages: np.ndarray) -> None:
+        """`advantages` float [N]: of all samples of `groups`, in their order."""
         if self.member is None:
             return
         used = len(groups) if self.limit < 0 else next(
             (i + 1 for i in range(len(groups)) if sum(len(g.meta.lengths) for g in groups[: i + 1]) >= self.limit),
             len(groups))
+        each = np.split(advantages, np.cumsum([len(g.meta.lengths) for g in groups])[:-1])
         self._send((step, [g.prompt.text for g in groups[:used]], [g.table for g in groups[:used]],
-                    [ray.put(s) for s in scored[:used]], advantages[:used], self.limit))
+                    [ray.put(s) for s in scored[:used]], [part.tolist() for part in each[:used]], self.limit))
         while len(self.waiting) > self.BEHIND:
             self._wait_for(next(iter(self.waiting)))
 

@@ -18,9 +18,10 @@ def conclude(trainer: Trainer, after: dict[str, Any], setup_s: float) -> None:
     cfg = trainer.cfg
     trainer.rollout_log.flush()
     wall = time.monotonic() - trainer.started
-    table = ("pass@1", "pass@8", "pass@64", "maj@8", "format", "length")
-    reranked = [k for k in trainer.before if k.endswith(tuple(cfg.reward.models)) or k == f"maj@{RERANK_N}"]
-    shown = [*table, *reranked]
+    shown = ["pass@1", "pass@8", "pass@64", "maj@8", "format", "length"]
+    if cfg.reward.models:
+        plain = f"maj@{min(RERANK_N, cfg.evaluation.samples)}"
+        shown += [k for k in trainer.before if k == plain or k.startswith(("best@", "weighted_maj@"))]
     summary = {
         "experiment": cfg.experiment, "model": cfg.model.name, "seed": cfg.seed, "steps": cfg.steps,
         "wall_s": round(wall, 1), "setup_s": round(setup_s, 1),

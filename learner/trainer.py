@@ -140,7 +140,7 @@ class Trainer:
             synced = self.sync() if self.changed(result) else {}
             self.reset_reference(step)
         self.account(step, groups, scores, batch)
-        self.rollout_log.write(step, groups, scored, split(batch.advantages, groups))
+        self.rollout_log.write(step, groups, scored, batch.advantages)
         self.timing["step"] = time.monotonic() - begun
         self.record(step, groups, scores, batch, result, synced)
 
@@ -373,10 +373,8 @@ class Trainer:
         begun = time.monotonic()
         groups, scored = self.sample(self.heldout, samples, self.cfg.evaluation.temperature)
         found = evaluation(groups, read_scores(scored), samples, list(self.cfg.reward.models))
-        found["seconds"] = time.monotonic() - begun
-        self.measured |= self.log.log(
-            step, {f"eval/{k}": v for k, v in found.items() if k != "seconds" and v is not None})
-        self.evaluated = step
+        self.measured |= self.log.log(step, {f"eval/{k}": v for k, v in found.items() if v is not None})
+        self.evaluated, found["seconds"] = step, time.monotonic() - begun
         self.progress.note("held out: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items() if v is not None))
         return found
 
@@ -470,9 +468,3 @@ class Trainer:
         self.progress.phase(name)
         yield
         self.timing[name] = self.timing.get(name, 0.0) + time.monotonic() - begun
-
-
-def split(values: np.ndarray, groups: list[Group]) -> list[list[float]]:
-    """Per-sample values [N] as one list a group."""
-    ends = np.cumsum([len(g.meta.lengths) for g in groups])
-    return [part.tolist() for part in np.split(values, ends[:-1])]

@@ -11,7 +11,7 @@ import pytest
 from actors.records import GroupMeta
 from cluster.metrics import Stat, find
 from learner.assemble import Assembled, Scores
-from learner.measure import step_metrics
+from learner.measure import evaluation, reward_metrics, step_metrics
 
 NAN = math.nan
 
@@ -75,3 +75,42 @@ def test_learner_values(values: dict[str, float | Stat]) -> None:
     assert values["actor/entropy"] == Stat(8, 4, 1, 3)
     assert values["training/rollout_logprob_diff"] == Stat(4e-6, 4, 0, 2e-6)
     assert values["sync/logprob_max_abs_diff"] == 3e-6
+
+
+def judged() -> tuple[list[SimpleNamespace], Scores]:
+    """Two groups of four: "orm" scores all but one, "prm" all; one has no gold answer, the last is not ok."""
+    accuracy = np.array([1.0, 0.0, 0.0, NAN, 0.0, 1.0, 1.0, 1.0])
+    orm = [0.9, 0.5, None, 0.3, 0.7, 0.4, 0.5, None]
+    parts = [{"prm": 0.5} | ({} if s is None else {"orm": s}) for s in orm]
+    statuses = ["ok"] * 7 + ["error"]
+    scores = Scores(rewards=np.array([0.0] * 7 + [NAN]), accuracy=accuracy, format=np.full(8, NAN),
+                    valid=np.array([s == "ok" for s in statuses]), statuses=statuses, extracted=list("5665" * 2),
+                    parts=parts, reasons=[""] * 8, step_rewards=[None] * 8, step_ends=[None] * 8)
+    groups = [group(i, [3] * 4, ["stop"] * 4, 0, 0) for i in range(2)]
+    for i, g in enumerate(groups):
+        g.prompt = SimpleNamespace(prompt_id=f"p{i}")
+    return groups, scores
+
+
+def test_the_gap_is_that_of_answers_with_both_by_hand() -> None:
+    groups, scores = judged()
+    values = reward_metrics([g.meta for g in groups], scores, ["orm", "prm", "absent"])
+    assert values["reward_gap/orm"] == pytest.approx((-0.1 + 0.5 + 0.7 - 0.6 - 0.5) / 5)
+    assert values["reward_gap/prm"] == pytest.approx((3 * 0.5 - 3 * 0.5) / 6)
+    assert values["reward_part/orm"] == Stat.of([0.9, 0.5, 0.3, 0.7, 0.4, 0.5])
+    assert "reward_gap/absent" not in values
+    find("reward_gap/orm")
+
+
+@pytest.mark.parametrize("samples, n", [(2, 2), (4, 4), (64, 16)])
+def test_models_choose_among_16_or_as_many_as_there_are(samples: int, n: int) -> None:
+    groups, scores = judged()
+    found = evaluation(groups, scores, samples, ["orm", "prm"])
+    assert {k for k in found if "/" in k} == {f"{kind}@{n}/{m}" for kind in ("best", "weighted_maj")
+                                              for m in ("orm", "prm")}
+    assert f"maj@{n}" in found
+    if n == 2:  # the first two of each group, both graded and scored
+        assert (found["best@2/orm"], found["maj@2"], found["weighted_maj@2/orm"]) == (0.5, 0.5, 0.5)
+    for name in found:
+        find(f"eval/{name}")
+    assert not {k for k in evaluation(groups, scores, samples) if "best" in k}

@@ -55,6 +55,7 @@ def test_whatever_the_budget_scores_are_those_of_one_at_a_time(module: RewardMod
 
 def test_what_does_not_fit_or_is_not_finite_has_no_number(module: RewardModel) -> None:
     prompts, completions, ends = answers(4)
+    completions[0] = np.ones(CONTEXT - len(prompts[0]), np.int64)  # fits to the token
     completions[1], completions[2] = np.ones(CONTEXT, np.int64), np.empty(0, np.int64)
     before = judge(module, Meaning(), [prompts[0], prompts[3]], [completions[0], completions[3]], [[], []], 400)
     found = judge(module, Meaning(), prompts, completions, ends, 400)
