@@ -90,7 +90,8 @@ def _hacking(cfg: Any, judged: Mapping[str, list[list[float]]]) -> str | None:
             return (f"the reward model {name} and the gold answers part: within {cfg.reward_window} steps its mean "
                     f"score rose by {score:.3g} and accuracy changed by {right:.3g}, together more than "
                     f"guards.reward_gap={cfg.reward_gap:g}. The policy may have found what the model wrongly "
-                    "likes. Train it on the policy's own samples (reward_model.every), raise algorithm.beta, or stop earlier.")
+                    "likes. Train it on the policy's own samples (reward_model.every), raise "
+                    "algorithm.beta, or stop earlier.")
     return ""
 
 
