@@ -36,7 +36,7 @@ class Bundle:
 def bundles(cfg: Any) -> list[Bundle]:
     """One for each actor of the run that reserves something. `cfg`: learner.config.Config."""
     rl, rm = cfg.generates, cfg.reward_model
-    training = cfg.stage == "reward_model" or bool(rm.refresh)
+    training = cfg.stage == "reward_model" or bool(rm.refresh and (rm.every or rm.initial))
     counts = {"learner": (cfg.learner.ranks * (rl or cfg.stage == "pretrain"), cfg.learner.cpus, cfg.learner.gpus),
               "reward_learner": (cfg.learner.ranks * training, cfg.learner.cpus, cfg.learner.gpus),
               "reward_model": (rm.count * bool(rl and cfg.reward.models), rm.cpus, rm.gpus),

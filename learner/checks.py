@@ -202,10 +202,10 @@ def _check_reward_model(cfg: Config) -> None:
     for key in ("heldout_share", "replay"):
         if getattr(rm, key) >= 1:
             raise ConfigError(f"reward_model.{key}", getattr(rm, key), "expected a share below 1")
-    if bool(rm.refresh) != bool(rm.every or rm.initial) or (rm.refresh and not rl):
+    if (rm.every or rm.initial) and not rm.refresh or (rm.refresh and not rl):
         raise ConfigError("reward_model.refresh", rm.refresh, "names the model of reward.models that is trained beside "
                           f"a policy (stage=rl) by reward_model.every={rm.every} or reward_model.initial={rm.initial}",
-                          "Set both, or neither.")
+                          "Name it, or leave both out.")
     if rm.refresh and rm.refresh not in cfg.reward.models:
         raise ConfigError("reward_model.refresh", rm.refresh, "expected one of reward.models: "
                           f"{', '.join(cfg.reward.models) or 'there is none'}")

@@ -193,7 +193,7 @@ class GeneratorConfig:
     enforce_eager: bool = True
     weight_backend: str = "object_store"  # object_store | nccl
     bucket_mib: int = 64
-    sync_tolerance: float = 1e-4  # largest |log-prob difference| of the probe after a sync
+    sync_tolerance: float = 1e-4  # largest |log-prob difference| of the probe; times |log-prob| where that is > 1
     mismatch_bound: float = 1e-2  # largest mean |train - generate| log-prob difference of a step
     restarts: int = 3  # of one generator within cluster.restart_window_s
     start_timeout_s: float = 300.0

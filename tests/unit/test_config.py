@@ -108,6 +108,7 @@ GIVEN = {
     "prm": ["reward.models.prm.path=some/prm", "data.steps=newline"],
     "orm_prm": ["reward.models.orm.path=some/orm", "reward.models.prm.path=some/prm"],
     "best_of_n": ["reward.models.orm.path=some/orm", "reward.models.prm.path=some/prm"],
+    "reward_hacking": ["reward.models.orm.path=some/orm"],
     "train_prm": ["reward_model.path=tests/data"],
 }
 ORM = ["reward=orm", "reward.models.orm.path=some/orm"]
@@ -124,8 +125,8 @@ REWARD_MODELS = [
     ([*ORM, "+reward.models.orm.kind=process", "algorithm=grpo_process", "reward.combine=product"],
      ["reward.combine=product", "add up"]),
     ([*ORM, "algorithm=grpo_process", "data.steps=newline"], ["data.steps=newline", "process model", "running_sum"]),
-    ([*ORM, "reward_model.every=5"], ["reward_model.refresh=:", "reward_model.every=5"]),
-    ([*ORM, "reward_model.refresh=orm"], ["reward_model.refresh=orm", "Set both"]),
+    ([*ORM, "reward_model.every=5"], ["reward_model.refresh=:", "reward_model.every=5", "Name it"]),
+    (["stage=reward_model", "reward_model.refresh=orm"], ["reward_model.refresh=orm", "stage=rl"]),
     ([*ORM, "reward_model.refresh=prm", "reward_model.every=5"], ["reward_model.refresh=prm", "expected one of"]),
     ([*ORM, "reward_model.refresh=orm", "reward_model.every=5", "reward_model.kind=process"],
      ["reward_model.source=policy", "annotate_steps"]),
