@@ -196,3 +196,18 @@ def test_abandoned_groups_are_given_up_and_may_come_again(generator: Any, whole:
     assert tokens(again) == tokens(whole)
     assert [ray.get(meta, timeout=WAIT_S) for meta, _ in refs] == [None] * len(REQUESTS)
     assert late == [(None, None)]
+
+
+def test_what_reaches_the_driver_does_not_grow_with_the_answers(generator: Any) -> None:
+    """Tokens of a large group stay in the object store of the generator's node; the driver has scalars."""
+    from ray.experimental import get_object_locations
+
+    sizes = []
+    for group_id, max_tokens in ((700, 4), (701, 150)):
+        meta, table = generator.generate.options(num_returns=2).remote(request(group_id, 240, max_tokens))
+        found = ray.get(meta, timeout=WAIT_S)
+        sizes.append((int(found.lengths.sum()), len(pickle.dumps(found))))
+    where = get_object_locations([table])[table]
+    assert where["object_size"] > 100_000 and where["node_ids"]  # in the store, not sent along with the answer
+    (few, small), (many, large) = sizes
+    assert many > 10 * few and large < small + 1_000, sizes

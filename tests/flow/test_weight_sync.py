@@ -123,5 +123,26 @@ def test_a_bucket_that_never_comes_has_a_deadline(generator: Any, model: Any) ->
 
 
 def test_a_wrong_probe_is_refused_whatever_was_loaded(generator: Any, model: Any) -> None:
-    shifted = [v + np.float32(2e-4) for v in probe(model).logprobs]
-    refused(lambda: update(generator, 1, model, probe=Probe(PROBE_IDS, shifted, 1e-4)), "0.0002")
+    shifted = [v + np.float32(4e-3) for v in probe(model).logprobs]
+    refused(lambda: update(generator, 1, model, probe=Probe(PROBE_IDS, shifted, 1e-4)), "0.004")
+
+
+def test_rounding_may_be_as_large_as_the_log_prob_and_no_larger(generator: Any, model: Any) -> None:
+    """Float32 logits of 30 cannot agree to what logits of 1 agree to; a token as likely as not still must."""
+    exact = probe(model)
+    unlikely = max(exact.logprobs[0].min(), exact.logprobs[1].min(), key=abs)
+    row, at = next((i, int(x.argmin())) for i, x in enumerate(exact.logprobs) if x.min() == unlikely)
+    assert unlikely < -4
+
+    def shifted(place: int, by: float) -> Any:
+        changed = [x.copy() for x in exact.logprobs]
+        changed[row][place] += by
+        return replace(exact, logprobs=changed)
+
+    update(generator, 1, model, probe=shifted(at, 2 * exact.tolerance))
+    refused(lambda: update(generator, 2, model, probe=shifted(at, 2 * exact.tolerance * -float(unlikely))),
+            "times the log-prob")
+    likely = int(exact.logprobs[row].argmax())
+    allowed = exact.tolerance * max(1.0, -float(exact.logprobs[row][likely]))
+    refused(lambda: update(generator, 3, model, probe=shifted(likely, 1.5 * allowed)), "will not serve")
+    update(generator, 4, model, probe=shifted(likely, 0.5 * allowed))

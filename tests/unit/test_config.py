@@ -108,7 +108,7 @@ GIVEN = {
     "prm": ["reward.models.prm.path=some/prm", "data.steps=newline"],
     "orm_prm": ["reward.models.orm.path=some/orm", "reward.models.prm.path=some/prm"],
     "best_of_n": ["reward.models.orm.path=some/orm", "reward.models.prm.path=some/prm"],
-    "reward_hacking": ["reward.models.orm.path=some/orm"],
+    "reward_hacking": ["reward.models.orm.path=some/orm"], "process_supervision": ["reward.models.prm.path=some/prm"],
     "train_prm": ["reward_model.path=tests/data"],
 }
 ORM = ["reward=orm", "reward.models.orm.path=some/orm"]
