@@ -148,6 +148,7 @@ METRICS: dict[str, Metric] = {
     "reward_model/loss": M("nats", "loss of the reward model that is trained, mean over its labelled ends", "mean"),
     "reward_model/heldout/{measure}": M("1", "the trained reward model on held-out answers: auc, accuracy, loss, "
                                         "brier, calibration_error", "last"),
+    "reward_model/older_answers": M("answers", "of earlier iterations, which the reward model saw again", "last"),
     "reward_model/iteration": M("1", "how often iterative RL has trained its reward model", "last"),
     "training/rollout_logprob_diff": M("nats", "|train - generate| log-prob of the sampled tokens", "spread"),
     "training/policy_version": M("versions", "version of the policy after the step", "last"),

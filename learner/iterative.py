@@ -62,7 +62,8 @@ class Refresher:
         before, after = self.train(fresh, old, heldout, number, there)
         t.rewards.models.load(self.name, str(there))
         self.iteration, self.at = number, step
-        t.measured |= t.log.log(step, {"reward_model/iteration": float(number), **{
+        t.measured |= t.log.log(step, {"reward_model/iteration": float(number),
+                                        "reward_model/older_answers": float(len(old) if old else 0), **{
             f"reward_model/heldout/{k}": v for k, v in after.items() if v is not None}})
         t.progress.note(f"reward model {self.name}, iteration {number}: held out {shown(before)} -> {shown(after)}")
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from actors.records import LABELLED, check_labelled
 from learner import corpus
@@ -54,12 +56,32 @@ def test_an_outcome_model_is_trained_on_the_policys_samples(orm: Run) -> None:
     assert sorted(orm.metrics("reward_model/loss")) == [1, 2, 3, 4]
 
 
+def by_hand(folder: Path, rows: list[dict[str, Any]]) -> np.ndarray:
+    """Probabilities at the last token of each row of a run's rollouts, by plain transformers, one at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for r in rows:
+        end = [tokenizer.eos_token_id] * (r["finish_reason"] == "stop")
+        ids = tokenizer(r["prompt"] + r["completion"], add_special_tokens=False)["input_ids"] + end
+        with torch.no_grad():
+            hidden = model.model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
+            found.append(torch.sigmoid(model.score(hidden)).item())
+    return np.array(found)
+
+
 def test_iterative_rl_refreshes_the_model_and_its_checkpoint_holds_it(orm: Run, start: Starter) -> None:
     args = ["+experiment=deepseekmath_iterative", *SMALL, *TRAIN, "reward_model.prompts=8",
-            "reward_model.every=1", "reward_model.initial=false", f"reward.models.orm.path={orm.folder / 'model'}"]
+            "reward_model.every=1", "reward_model.initial=false", "logging.rollouts=-1",
+            f"reward.models.orm.path={orm.folder / 'model'}"]
     run = start("iterative", *args)
     assert run.wait() == 0, run.output
     assert run.metrics("reward_model/iteration") == {1: 1.0, 2: 2.0}  # none after the last step
+    assert run.metrics("reward_model/older_answers") == {1: 0.0, 2: 32.0}
+    given = run.rollouts()[2].to_pylist()  # step 3 is rewarded by the second refresh, and not as by the first
+    scores = {k: by_hand(run.folder / "reward_model" / k, given) for k in ("001", "002")}
+    rewards = np.array([r["reward"] for r in given])
+    assert np.abs(rewards - scores["002"]).max() < 1e-4 < np.abs(rewards - scores["001"]).max()
     for name in ("reward_gap/orm", "reward_part/orm", "reward/accuracy"):
         assert set(run.metrics(name)) == {1, 2, 3}, name
     assert "best@16/orm" in run.summary()["after"]
