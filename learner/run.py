@@ -149,19 +149,46 @@ def _close(run_dir: Path | None) -> None:
     """End the local cluster (half-started ones too) and whatever our actors started themselves."""
     _ignore_signals()
     limit = _force_exit_after(STOP_S, run_dir)
-    children = psutil.Process().children(recursive=True)
-    shared = _shared_files(children)
+    seen = _Watch()
     ray = sys.modules.get("ray")
     connected = ray is not None and ray.is_initialized()
     if connected:
         ray.shutdown()
-    _end(children, shared, run_dir, 3.0 if connected else 0.0)
+        psutil.wait_procs([*seen.processes], timeout=3.0)
+    seen.end()
+    _end([*seen.processes], seen.shared, run_dir)
     limit.cancel()
 
 
-def _end(processes: list[psutil.Process], shared: set[str], run_dir: Path | None, grace_s: float) -> None:
-    """Kill what has not ended within `grace_s`, then remove what nobody is left to remove."""
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+class _Watch(threading.Thread):
+    """Sees what we have started and what it has in shared memory, again and again while it ends: Ray kills the
+    helper that would remove a semaphore, and one can be made after the first look, by what was still starting."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.processes: dict[psutil.Process, None] = {}
+        self.shared: set[str] = set()
+        self.over = threading.Event()
+        self.look()
+        self.start()
+
+    def look(self) -> None:
+        self.processes |= dict.fromkeys(psutil.Process().children(recursive=True))
+        self.shared |= _shared_files([*self.processes])
+
+    def run(self) -> None:
+        while not self.over.wait(0.05):
+            self.look()
+
+    def end(self) -> None:
+        self.over.set()
+        self.join()
+        self.look()
+
+
+def _end(processes: list[psutil.Process], shared: set[str], run_dir: Path | None) -> None:
+    """Kill what has not ended, then remove what nobody is left to remove."""
+    alive = [p for p in processes if p.is_running()]
     shared = shared | _shared_files(alive)
     for process in alive:
         with suppress(psutil.NoSuchProcess):  # gone with its parent, a moment ago
@@ -209,7 +236,7 @@ def _terminate(stopping: Stopping) -> None:
 def _force_exit_after(seconds: float, run_dir: Path | None) -> threading.Timer:
     def end() -> None:
         children = psutil.Process().children(recursive=True)
-        _end(children, _shared_files(children), run_dir, 0.0)
+        _end(children, _shared_files(children), run_dir)
         os._exit(130)
 
     timer = threading.Timer(seconds, end)

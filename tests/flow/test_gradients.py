@@ -23,9 +23,9 @@ import ray
 import torch
 
 from actors.records import REFERENCE, ROLLOUT, GroupMeta
-from learner import group
 from learner.assemble import Scores, assemble
 from learner.config import Config
+from learner.group import LearnerGroup
 from learner.worker import UpdateJob
 from tests.flow.engines import WAIT_S, SwitchableRank, hf_logprobs, perturbed
 
@@ -218,9 +218,7 @@ def batches(model: Any) -> dict[int, Batch]:
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"ranks{n}")
 def learner(cluster: None, model_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """One engine, with a critic, for all algorithms."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "LearnerRank", SwitchableRank)
-        made = group.LearnerGroup(configuration("ppo", model_path, request.param))
+    made = LearnerGroup(configuration("ppo", model_path, request.param), SwitchableRank)
     made.start()
     yield SimpleNamespace(ranks=made.ranks, count=request.param)
     made.stop()
