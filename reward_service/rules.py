@@ -137,7 +137,7 @@ def cosine_length_reward(tokens: int, max_tokens: int, right: bool, correct: Seq
     """Cosine schedule over the length in tokens: from the first value at length 0 to the second at max_tokens.
 
     end + (start - end) (1 + cos(pi tokens / max_tokens)) / 2; `exceeded` at or beyond max_tokens. With the defaults a
-    right answer is better short and a wrong one better long. Source: arXiv:2502.03373, section 4.1 (CosFn).
+    right answer is better short and a wrong one better long. Source: the cosine reward of arXiv:2502.03373.
     """
     if tokens >= max_tokens:
         return exceeded
@@ -158,7 +158,7 @@ def soft_overlong_reward(tokens: int, max_tokens: int, cache: int) -> float:
 def repetition_reward(text: str, n: int = 4) -> float:
     """-(1 - distinct / all) of the n-grams of words of the whole response, in (-1, 0]; 0 for fewer than n words.
 
-    Source: the n-gram repetition penalty of arXiv:2502.03373, section 4.3, as a share instead of a per-token cost.
+    Source: the n-gram repetition penalty of arXiv:2502.03373, as a share instead of a per-token cost.
     """
     words = re.findall(r"[\u4e00-\u9fff]|[^\W_]+|[^\w\s]", text.casefold())
     grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]

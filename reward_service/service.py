@@ -29,6 +29,9 @@ class RewardService:
         self.max_tokens = int((reward_cfg.get("options") or {}).get("max_tokens", 0))
         self.pool = RewardPool(reward_cfg, workers if workers > 0 else int(reward_cfg.get("workers", 1)))
 
+    def __repr__(self) -> str:
+        return "rewards"  # in the logs and on the dashboard
+
     def score(self, rollouts: pa.RecordBatch, prompts: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
         """One row of REWARD per row of `rollouts`, in order. `prompts`: the Prompt fields of every prompt_id in it.
 
