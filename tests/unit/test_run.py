@@ -115,8 +115,10 @@ def test_what_is_made_while_everything_ends_is_seen_too() -> None:
 
 
 INTERRUPTED = """
-import runpy, sys
+import runpy, signal, sys
 from learner import checks
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test suite in the background of a shell ignores it
 
 def validate(cfg):
     exec("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)")
