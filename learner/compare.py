@@ -2,12 +2,14 @@
 
 FOLDER holds runs named LABEL-seedN (experiment=compare_algorithms makes such a one); runs of one label are averaged.
 Samples are the answers of the groups that a run has trained on or filtered; accuracy is held-out pass@1. A spread is
-the standard deviation over seeds (divided by their number less one).
+the standard deviation over seeds (divided by their number less one). How fast: the samples of the first evaluation at
+or above the highest multiple of 0.05 that every run reached.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -20,6 +22,7 @@ import yaml
 
 from cluster.metrics import MetricError, read
 
+STEP = 0.05  # of accuracies that samples are counted to
 HEADER = ("", "runs", "pass@1 before", "pass@1 after", "maj@8 after", "format after", "length after", "samples",
           "learner tokens", "minutes")
 SHOWN = ("", "runs", "pass@1 after", "maj@8 after", "samples", "learner tokens")
@@ -62,9 +65,15 @@ def spread(values: Sequence[float | None], form: str) -> str:
     return f"{mean} ± {form.format(statistics.stdev(known))}" if len(known) > 1 else mean
 
 
+def common(runs: Sequence[Run]) -> float:
+    """The highest multiple of STEP that the curve of every run reached; 0 where one has none."""
+    return STEP * math.floor(min(max((v for _, v in r.curve), default=0.0) for r in runs) / STEP + 1e-9)
+
+
 def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """HEADER, then one row a label, in order of name."""
-    out: list[tuple[str, ...]] = [HEADER]
+    """HEADER and how many samples it took to a common accuracy, then one row a label, in order of name."""
+    level = common(runs)
+    out: list[tuple[str, ...]] = [(*HEADER, f"samples to {level:.2f}")]
     for label in sorted({r.label for r in runs}):
         same = [r for r in runs if r.label == label]
         after = [r.summary["after"] for r in same]
@@ -73,7 +82,8 @@ def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
             *(spread([a.get(key) for a in after], form) for key, form in
               (("pass@1", "{:.3f}"), ("maj@8", "{:.3f}"), ("format", "{:.3f}"), ("length", "{:.1f}"))),
             f"{statistics.fmean(r.samples for r in same):,.0f}", spread([r.learner_tokens for r in same], "{:,.0f}"),
-            spread([r.summary["wall_s"] / 60 for r in same], "{:.1f}")))
+            spread([r.summary["wall_s"] / 60 for r in same], "{:.1f}"),
+            spread([next((n for n, v in r.curve if v >= level - 1e-9), None) for r in same], "{:,.0f}")))
     return out
 
 
@@ -129,7 +139,7 @@ def write(folder: Path) -> list[tuple[str, ...]]:
     if not runs:
         raise MetricError(f"{folder} holds no finished run: give the folder whose folders are runs")
     table = rows(runs)
-    lines = [table[0], ("---",) + ("---:",) * (len(HEADER) - 1), *table[1:]]
+    lines = [table[0], ("---",) + ("---:",) * (len(table[0]) - 1), *table[1:]]
     (folder / "comparison.md").write_text("\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
     figure(runs, folder.resolve().name).savefig(folder / "comparison.png", metadata={"Software": None})
     return table
@@ -142,7 +152,7 @@ def show(folder: Path) -> None:
     from rich.table import Table
 
     header, *body = write(folder)
-    shown = [i for i, name in enumerate(header) if name in SHOWN]
+    shown = [i for i, name in enumerate(header) if name in SHOWN or name.startswith("samples to")]
     table = Table(title=f"{folder}/comparison.md, comparison.png", title_justify="left", box=SIMPLE_HEAD)
     for i in shown:
         table.add_column(header[i], justify="right" if i else "left")

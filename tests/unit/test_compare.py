@@ -53,7 +53,7 @@ def test_table_of_three_seeds_and_of_one(tmp_path: Path) -> None:
         "maj@8 after": "0.900 ± 0.000", "format after": "0.800 ± 0.000", "length after": "20.0 ± 0.0",
         "samples": "64",  # 2 steps x 4 groups x 8
         "learner tokens": "330 ± 30",  # 300, 330, 360
-        "minutes": "2.0 ± 1.0"}
+        "minutes": "2.0 ± 1.0", "samples to 0.70": "64 ± 0"}
     alone = cells(table, "ppo")
     assert (alone["pass@1 after"], alone["samples"], alone["learner tokens"], alone["minutes"]) == (
         "0.700", "96", "-", "2.0")
@@ -61,6 +61,15 @@ def test_table_of_three_seeds_and_of_one(tmp_path: Path) -> None:
     assert len(text) == 4 and text[2].startswith("| grpo | 3 | 0.250 ± 0.000 | 0.900 ± 0.100 |")
     assert len({line.count("|") for line in text}) == 1
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_samples_to_the_highest_accuracy_that_every_run_reached(tmp_path: Path) -> None:
+    finish(tmp_path / "a-seed0", 4, 0.6, evals={1: 0.5, 2: 0.72})  # fell again; 32 samples a step
+    finish(tmp_path / "a-seed1", 4, 0.70, evals={1: 0.69})
+    finish(tmp_path / "b-seed0", 4, 0.9, evals={1: 0.74})
+    table = compare.write(tmp_path)
+    assert cells(table, "a")["samples to 0.70"] == "96 ± 45"  # 64 and 128
+    assert cells(table, "b")["samples to 0.70"] == "32"
 
 
 def test_curve_is_accuracy_against_samples_over_seeds(tmp_path: Path) -> None:
