@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from learner import checkpoint, resume
 from learner.config import Config
 
 STOP_S = 11.0  # an interrupted run is gone after this, whatever hangs
+# What the semaphores of this run's reward workers are called: nothing else tells whose they are once their maker and
+# Python's own cleaner have been killed, as Ray does when it ends.
+SEMAPHORES = f"volley-{uuid.uuid4().hex}"
 
 
 class RunError(RuntimeError):
@@ -149,53 +153,26 @@ def _close(run_dir: Path | None) -> None:
     """End the local cluster (half-started ones too) and whatever our actors started themselves."""
     _ignore_signals()
     limit = _force_exit_after(STOP_S, run_dir)
-    seen = _Watch()
+    children = psutil.Process().children(recursive=True)
+    shared = _shared_files(children)
     ray = sys.modules.get("ray")
     connected = ray is not None and ray.is_initialized()
     if connected:
         ray.shutdown()
-        psutil.wait_procs([*seen.processes], timeout=3.0)
-    seen.end()
-    _end([*seen.processes], seen.shared, run_dir)
+    _end(children, shared, run_dir, 3.0 if connected else 0.0)
     limit.cancel()
 
 
-class _Watch(threading.Thread):
-    """Sees what we have started and what it has in shared memory, again and again while it ends: Ray kills the
-    helper that would remove a semaphore, and one can be made after the first look, by what was still starting."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.processes: dict[psutil.Process, None] = {}
-        self.shared: set[str] = set()
-        self.over = threading.Event()
-        self.look()
-        self.start()
-
-    def look(self) -> None:
-        self.processes |= dict.fromkeys(psutil.Process().children(recursive=True))
-        self.shared |= _shared_files([*self.processes])
-
-    def run(self) -> None:
-        while not self.over.wait(0.05):
-            self.look()
-
-    def end(self) -> None:
-        self.over.set()
-        self.join()
-        self.look()
-
-
-def _end(processes: list[psutil.Process], shared: set[str], run_dir: Path | None) -> None:
-    """Kill what has not ended, then remove what nobody is left to remove."""
-    alive = [p for p in processes if p.is_running()]
+def _end(processes: list[psutil.Process], shared: set[str], run_dir: Path | None, grace_s: float) -> None:
+    """Kill what has not ended within `grace_s`, then remove what nobody is left to remove."""
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
     shared = shared | _shared_files(alive)
     for process in alive:
         with suppress(psutil.NoSuchProcess):  # gone with its parent, a moment ago
             process.kill()
     psutil.wait_procs(alive, timeout=2.0)
-    for name in shared:
-        Path(name).unlink(missing_ok=True)
+    for file in {*map(Path, shared), *Path("/dev/shm").glob(f"sem.{SEMAPHORES}-*")}:
+        file.unlink(missing_ok=True)
     for beside in () if run_dir is None else (p for d in ("", checkpoint.FOLDER, "rollouts")
                                               for p in (run_dir / d).glob("*.partial")):
         shutil.rmtree(beside) if beside.is_dir() else beside.unlink()
@@ -236,7 +213,7 @@ def _terminate(stopping: Stopping) -> None:
 def _force_exit_after(seconds: float, run_dir: Path | None) -> threading.Timer:
     def end() -> None:
         children = psutil.Process().children(recursive=True)
-        _end(children, _shared_files(children), run_dir)
+        _end(children, _shared_files(children), run_dir, 0.0)
         os._exit(130)
 
     timer = threading.Timer(seconds, end)

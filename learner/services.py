@@ -20,6 +20,7 @@ from cluster.failures import line
 from cluster.health import RestartsExhausted
 from cluster.remote import DeadlineExceeded, get
 from cluster.supervisor import Supervised, ping, pingable, tell
+from learner.run import SEMAPHORES
 from reward_service.combine import join, rule_weights
 from reward_service.meaning import supervisor
 from reward_service.model_pool import RewardModelPool
@@ -50,7 +51,8 @@ class RewardClient:
         reward["steps"] = self.cfg.data.steps if process else ""
         reward["options"] = {"max_tokens": self.cfg.rollout.max_tokens, **reward["options"]}
         return [pingable(RewardService).options(
-            name=f"rewards{suffix}", runtime_env={"env_vars": {**process_env(), "OMP_NUM_THREADS": "1"}},
+            name=f"rewards{suffix}",
+            runtime_env={"env_vars": {**process_env(), "OMP_NUM_THREADS": "1", "VOLLEY_SEMAPHORES": SEMAPHORES}},
             **placement.options(self.cfg, "rewards", 0)).remote(reward, self.tokenizer_path, self.cfg.reward.workers)]
 
     @property

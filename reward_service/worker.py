@@ -60,6 +60,8 @@ class WorkerContext(ForkServerContext):
         path = filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")])
         ours = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path),
                 "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}  # its complaint when the caller is killed
+        if name := os.environ.get("VOLLEY_SEMAPHORES"):  # of a run that removes them if nobody else does
+            multiprocessing.current_process()._config["semprefix"] = f"/{name}"
         with _START:
             before = {name: os.environ.get(name) for name in ours}
             os.environ.update(ours)

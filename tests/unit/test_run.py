@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -82,7 +81,7 @@ def test_the_end_leaves_no_process_no_shared_memory_and_nothing_half_written(tmp
         processes = [parent, *parent.children(recursive=True)]  # Python's own cleaner of semaphores too
         shared = run._shared_files(processes)
         assert shared == {name, semaphore} and os.path.exists(semaphore)
-        run._end(processes, shared, tmp_path)
+        run._end(processes, shared, tmp_path, 0.0)
         assert child.poll() is not None or not processes[0].is_running()
         assert not os.path.exists(name) and not os.path.exists(semaphore) and other.exists()
         assert sorted(p.name for p in tmp_path.rglob("*")) == ["checkpoints", "metrics.jsonl", "rollouts"]
@@ -93,25 +92,27 @@ def test_the_end_leaves_no_process_no_shared_memory_and_nothing_half_written(tmp
         Path(name).unlink(missing_ok=True)
 
 
+POOL = """
+import time
+from reward_service.worker import WorkerContext
+
+lock = WorkerContext().Lock()
+print(lock._semlock.name, flush=True)
+time.sleep(60)
+"""
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux")
-def test_what_is_made_while_everything_ends_is_seen_too() -> None:
-    watch = run._Watch()
-    name = f"/dev/shm/volley-test-{uuid.uuid4().hex}"
-    child = subprocess.Popen([sys.executable, "-c", HOLDER, name], stdout=subprocess.PIPE, text=True)
-    try:
-        semaphore = f"/dev/shm/sem.{child.stdout.readline().strip().lstrip('/')}"
-        time.sleep(0.3)
-        for process in [*psutil.Process(child.pid).children(recursive=True), psutil.Process(child.pid)]:
-            process.kill()  # Python's own cleaner first, as Ray does
-        child.wait()
-        assert os.path.exists(semaphore)
-        watch.end()
-        assert {name, semaphore} <= watch.shared and child.pid in {p.pid for p in watch.processes}
-    finally:
-        child.kill()
-        child.wait()
-        for file in (Path(name), Path(semaphore)):
-            file.unlink(missing_ok=True)
+def test_semaphores_of_reward_workers_whose_owner_and_cleaner_are_dead_are_known_by_name(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", POOL], stdout=subprocess.PIPE, text=True,
+                             env={**os.environ, "PYTHONPATH": str(ROOT), "VOLLEY_SEMAPHORES": run.SEMAPHORES})
+    semaphore = Path(f"/dev/shm/sem.{child.stdout.readline().strip().lstrip('/')}")
+    for process in [*psutil.Process(child.pid).children(recursive=True), psutil.Process(child.pid)]:
+        process.kill()  # Python's own cleaner first, as Ray does
+    child.wait()
+    assert semaphore.exists()
+    run._end([], set(), tmp_path, 0.0)
+    assert not semaphore.exists()
 
 
 INTERRUPTED = """
