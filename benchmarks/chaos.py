@@ -87,8 +87,8 @@ def torment(run: Run, kinds: list[str], rng: random.Random) -> None:
 
 
 def replaced(run: Run) -> Counter[str]:
-    """How often each actor was replaced, by its name in the run's output."""
-    return Counter(re.findall(r"^volley: (\S+) is healthy again", run.output, re.MULTILINE))
+    """How often each actor was started again, by its name in the run's output."""
+    return Counter(re.findall(r"^volley: (\S+) is lost \(", run.output, re.MULTILINE))
 
 
 def differences(quiet: Run, run: Run) -> list[str]:
