@@ -110,19 +110,45 @@ def labelled_steps(file: Path, n: int = 60) -> None:
                 "labels": [*labels, total == sum(numbers)]}) + "\n")
 
 
-def test_a_process_model_from_files_supervises_the_steps(start: Starter) -> None:
+@pytest.fixture(scope="module")
+def prm(start: Starter) -> Run:
     file = start.folder / "steps.jsonl"
     labelled_steps(file)
     run = start("prm", "+experiment=train_prm", *TRAIN, f"reward_model.path={file}")
     assert run.wait() == 0, run.output
-    summary = run.summary()
+    return run
+
+
+def test_a_process_model_from_files_supervises_the_steps(prm: Run, start: Starter) -> None:
+    summary = prm.summary()
     assert summary["answers"] + summary["heldout_answers"] == 60
     assert summary["heldout_ends"] > 3 * summary["heldout_answers"]
-    rl = start("supervised", "+experiment=r1_zero", "algorithm=grpo_process", "reward=prm", *SMALL,
-               f"reward.models.prm.path={run.folder / 'model'}", "logging.rollouts=-1")
+    rl = start("supervised", "+experiment=process_supervision", "hydra.mode=RUN", "algorithm=grpo_process", *SMALL,
+               f"reward.models.prm.path={prm.folder / 'model'}", "logging.rollouts=-1")
     assert rl.wait() == 0, rl.output
     rewards: dict[int, float] = rl.metrics("reward/mean")
     parts: Any = rl.metrics("reward_part/prm")
     assert rewards == pytest.approx(parts) and set(rewards) == {1, 2, 3}  # the model alone counts
     assert all(0 <= v <= 1 for v in parts.values())
     assert "weighted_maj@16/prm" in rl.summary()["after"]
+
+
+def test_both_models_choose_among_the_same_samples(orm: Run, prm: Run, start: Starter) -> None:
+    run = start("best", "+experiment=best_of_n", f"reward.models.orm.path={orm.folder / 'model'}",
+                f"reward.models.prm.path={prm.folder / 'model'}", "evaluation.samples=32")
+    assert run.wait() == 0, run.output
+    found = run.summary()["before"]
+    for name in ("maj@16", *(f"{how}@16/{model}" for how in ("best", "weighted_maj") for model in ("orm", "prm"))):
+        assert found[name] * 6 * 2 == pytest.approx(round(found[name] * 6 * 2)), name  # two sixteens of six prompts
+    assert run.summary()["before"] == run.summary()["after"]  # nothing was trained
+
+
+def test_reward_hacking_rewards_by_the_model_alone_and_refreshes_it(orm: Run, start: Starter) -> None:
+    small = [a for a in SMALL if not a.startswith("steps=")]
+    run = start("hacking", "+experiment=reward_hacking", "hydra.mode=RUN", "reward_model.every=1", "steps=2", *small,
+                *TRAIN, "reward_model.prompts=8", f"reward.models.orm.path={orm.folder / 'model'}")
+    assert run.wait() == 0, run.output
+    assert run.metrics("reward_model/iteration") == {1: 1.0}
+    assert run.metrics("reward/mean") == pytest.approx(run.metrics("reward_part/orm"))
+    gap, gold = run.metrics("reward_gap/orm"), run.metrics("reward/accuracy")
+    assert gap == pytest.approx({k: v - gold[k] for k, v in run.metrics("reward/mean").items()})
