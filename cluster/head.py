@@ -114,9 +114,10 @@ def stop() -> int:
     if found is None:
         print("volley: no cluster of `make cluster` is running")
         return 0
-    head = psutil.Process(found["pid"])
-    family = [head, *head.children(recursive=True)]
-    with suppress(psutil.NoSuchProcess):
+    family = []
+    with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
+        head = psutil.Process(found["pid"])
+        family = [head, *head.children(recursive=True)]
         head.terminate()
     _, alive = psutil.wait_procs(family, timeout=STOP_S)
     for process in alive:

@@ -11,6 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ class Place:
 
     def close(self) -> None:
         for p in self.processes():
-            p.kill()
+            with suppress(psutil.NoSuchProcess):  # gone with its parent, a moment ago
+                p.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from tests.cluster.live import TINY, Place, steps, until
@@ -44,9 +46,16 @@ class Nodes:
 
     def generators_on(self, name: str) -> int:
         """Generators among the processes that the raylet of this node started."""
-        raylet = next(p for p in self.place.processes()
-                      if p.name() == "raylet" and self.ids[name] in " ".join(p.cmdline()))
-        return sum("ray::generator" in " ".join(p.cmdline()).lower() for p in raylet.children(recursive=True))
+        raylet = next(p for p in self.place.processes() if title(p).split(" ")[0].endswith("/raylet")
+                      and self.ids[name] in title(p))
+        return sum("ray::generator" in title(p).lower() for p in raylet.children(recursive=True))
+
+
+def title(process: psutil.Process) -> str:
+    """As `ps` shows it; empty once the process is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,7 @@ def killed(start: Starter) -> tuple[pa.Table, int]:
     run = start("run")
     first, second = (run.folder / FOLDER / name(k) for k in range(2))
     run.until(second.is_file, "second part")
-    for process in run.processes():
-        process.kill()
+    run.kill()
     run.wait()
     assert not (run.folder / "annotations.parquet").exists()
     table = pq.read_table(second)

@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,20 @@ class Run:
                 continue
         return found
 
+    def titles(self) -> list[str]:
+        """What is alive of this run, as `ps` names it."""
+        found = []
+        for p in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                found.append(" ".join(p.cmdline())[:80])
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL for everything of this run. Some of it ends by itself once its parent is gone."""
+        for p in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                p.kill()
+
     def metrics(self, name: str) -> dict[int, float]:
         file = self.folder / "metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -111,8 +126,7 @@ class Starter:
 
     def close(self) -> None:
         for run in self.runs:
-            for p in run.processes():
-                p.kill()
+            run.kill()
 
 
 @pytest.fixture(scope="module")

@@ -156,8 +156,8 @@ def test_killed_at_seeded_moments_ends_bit_identical(start: Starter, quiet: Run,
         if run.folder.joinpath("checkpoints").is_dir():
             partial.append([c for c in checkpoints(run) if c.endswith(".partial")])
         deadline = time.monotonic() + 30  # the raylet and its workers notice by themselves
-        while left := run.processes():
-            assert time.monotonic() < deadline, [" ".join(p.cmdline())[:80] for p in left]
+        while left := run.titles():
+            assert time.monotonic() < deadline, left
             time.sleep(0.1)
     print("killed at", [(int(s), m.strip()) for s, m in hit])
     assert [(m.strip(), int(s)) for s, m in hit] == [(m, s) for m, s, _ in plan]

@@ -45,7 +45,7 @@ def interrupted(run: Run, how: signal.Signals, whole_group: bool) -> None:
     while run.processes() and time.monotonic() - began < 60:
         time.sleep(0.1)
     took = time.monotonic() - began
-    left = [" ".join(p.cmdline())[:80] for p in run.processes()]
+    left = run.titles()
     assert not left and took < LIMIT_S, (took, left, run.output)
     assert status == 130, run.output
     assert "Traceback" not in run.output, run.output
