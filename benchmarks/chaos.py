@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from tests.flow.test_loop import QUIET, Run, Starter
+from tests.processes import title
 
 # Classes of the actors. The workers of the reward service are children of its actor.
 CLASSES = {"generator": "Generator", "reference": "Reference", "rewards": "RewardService", "learner": "LearnerRank",
@@ -44,13 +45,9 @@ def victims(run: Run, kind: str) -> list[psutil.Process]:
             with suppress(psutil.NoSuchProcess):
                 children += service.children(recursive=True)
         return [p for p in children if leads_a_session(p.pid)]
-    found = []
-    for p in run.processes():
-        with suppress(psutil.NoSuchProcess):
-            # Ray's title of the process; while the constructor runs the actor's name stands before the class.
-            if re.match(rf"ray::(\S+:)?{CLASSES[kind]}\b", " ".join(p.cmdline())):
-                found.append(p)
-    return sorted(found, key=lambda p: p.pid)
+    # Ray's title of the process; while the constructor runs the actor's name stands before the class.
+    shape = re.compile(rf"ray::(\S+:)?{CLASSES[kind]}\b")
+    return sorted((p for p in run.processes() if shape.match(title(p))), key=lambda p: p.pid)
 
 
 def leads_a_session(pid: int) -> bool:

@@ -11,11 +11,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "VOLLEY_TEST_CLUSTER"
@@ -51,19 +52,10 @@ class Place:
         return Program(process, log)
 
     def processes(self) -> list[psutil.Process]:
-        found = []
-        for p in psutil.process_iter():
-            try:
-                if p.environ().get(MARK) == self.mark and p.status() != psutil.STATUS_ZOMBIE:
-                    found.append(p)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
+        return processes.marked(MARK, self.mark)
 
     def close(self) -> None:
-        for p in self.processes():
-            with suppress(psutil.NoSuchProcess):  # gone with its parent, a moment ago
-                p.kill()
+        processes.kill(self.processes())
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 
-import psutil
 import pytest
 
 from tests.cluster.live import TINY, Place, steps, until
+from tests.processes import title
 
 STEPS = 100_000  # it is stopped
 LOST = "generator-1: no node has room for it"
@@ -49,13 +48,6 @@ class Nodes:
         raylet = next(p for p in self.place.processes() if title(p).split(" ")[0].endswith("/raylet")
                       and self.ids[name] in title(p))
         return sum("ray::generator" in title(p).lower() for p in raylet.children(recursive=True))
-
-
-def title(process: psutil.Process) -> str:
-    """As `ps` shows it; empty once the process is gone."""
-    with suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline())
-    return ""
 
 
 @pytest.fixture(scope="module")

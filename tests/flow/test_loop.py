@@ -15,7 +15,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_S = 240  # deadline of one run
@@ -68,28 +69,15 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Everything alive that was started by this run, whatever became of its parent."""
-        found = []
-        for p in psutil.process_iter():
-            try:
-                if p.environ().get(MARK) == self.mark and p.status() != psutil.STATUS_ZOMBIE:
-                    found.append(p)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
+        return processes.marked(MARK, self.mark)
 
     def titles(self) -> list[str]:
         """What is alive of this run, as `ps` names it."""
-        found = []
-        for p in self.processes():
-            with suppress(psutil.NoSuchProcess):
-                found.append(" ".join(p.cmdline())[:80])
-        return found
+        return [t[:80] for p in self.processes() if (t := processes.title(p))]
 
     def kill(self) -> None:
-        """SIGKILL for everything of this run. Some of it ends by itself once its parent is gone."""
-        for p in self.processes():
-            with suppress(psutil.NoSuchProcess):
-                p.kill()
+        """SIGKILL for everything of this run."""
+        processes.kill(self.processes())
 
     def metrics(self, name: str) -> dict[int, float]:
         file = self.folder / "metrics.jsonl"
@@ -256,12 +244,9 @@ def test_two_generators_give_the_same_run(start: Starter, quiet: Run) -> None:
 def generator_process(run: Run) -> psutil.Process | None:
     """The process that holds the vLLM engine, by the title Ray gives it."""
     for p in run.processes():
-        try:
-            title = " ".join(p.cmdline())
-            if title.startswith("ray::") and "Generator" in title:  # its constructor's title names the actor first
-                return p
-        except psutil.NoSuchProcess:
-            continue
+        title = processes.title(p)
+        if title.startswith("ray::") and "Generator" in title:  # its constructor's title names the actor first
+            return p
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -135,3 +136,12 @@ def test_a_head_that_is_gone_is_not_running(tmp_path: Path) -> None:
     head.record().parent.mkdir()
     head.record().write_text(json.dumps({"pid": os.getpid(), "created": 1.0, "dashboard": "http://127.0.0.1:1"}))
     assert head.running() is None  # the number belongs to another process by now
+
+
+def test_a_head_that_ends_while_it_is_stopped_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    head.record().parent.mkdir(exist_ok=True)
+    head.record().write_text("{}")
+    monkeypatch.setattr(head, "running", lambda: {"pid": gone.pid, "address": "127.0.0.1:1"})
+    assert head.stop() == 0 and not head.record().exists()
