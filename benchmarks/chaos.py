@@ -142,7 +142,7 @@ def compare(start: Starter, kinds: list[str], rng: random.Random,
         walls[name] = time.monotonic() - began
         if code:
             return {"run": name, "exit status": code}, [run.output]
-    left = [" ".join(p.cmdline()) for p in run.processes()]
+    left = run.titles()
     problems = [*differences(runs["quiet"], run), *(f"left behind: {p}" for p in left)]
     return {"kills": dict(Counter(kinds)), "replaced": dict(replaced(run)), "exit status": code,
             "groups": run.summary()["groups"],

@@ -25,6 +25,18 @@ def title(process: psutil.Process) -> str:
     return ""
 
 
+def listening(processes: Iterable[psutil.Process]) -> dict[str, set[str]]:
+    """Address -> names of those of them that accept connections there."""
+    found: dict[str, set[str]] = {}
+    for p in processes:
+        with suppress(psutil.NoSuchProcess):
+            name = p.name()
+            for c in p.net_connections("inet"):
+                if c.status == psutil.CONN_LISTEN:
+                    found.setdefault(c.laddr.ip.removeprefix("::ffff:"), set()).add(name)
+    return found
+
+
 def kill(processes: Iterable[psutil.Process]) -> None:
     """SIGKILL for each that is still there."""
     for p in processes:

@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.flow.test_loop import QUIET, ROOT, RUN_S, Run, Starter
+from tests.flow.test_loop import QUIET, ROOT, RUN_S, Starter
+from tests.processes import listening
 
 pytestmark = pytest.mark.timeout(RUN_S + 60)
 LINES = ["settings", "model", "memory", "cluster", "token", "folder", "object store", "weights", "data", "rewards"]
@@ -73,19 +73,6 @@ def test_a_model_in_pickles_is_refused(start: Starter, tmp_path: Path) -> None:
 # ---- ports, tokens, keys -------------------------------------------------------------------------------------
 
 
-def listening(run: Run) -> dict[str, set[str]]:
-    """Address -> names of this run's processes that accept connections there."""
-    found: dict[str, set[str]] = {}
-    for p in run.processes():
-        try:
-            for c in p.net_connections("inet"):
-                if c.status == psutil.CONN_LISTEN:
-                    found.setdefault(c.laddr.ip.removeprefix("::ffff:"), set()).add(p.name())
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
 def files_with(folder: Path, secret: str) -> list[str]:
     return [str(p) for p in folder.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
 
@@ -108,7 +95,7 @@ def test_a_run_keeps_to_itself(start: Starter, tmp_path: Path, monkeypatch: pyte
     try:
         seen: dict[str, set[str]] = {}
         while run.process.poll() is None:
-            for address, names in listening(run).items():
+            for address, names in listening(run.processes()).items():
                 seen.setdefault(address, set()).update(names)
             time.sleep(0.5)
         assert run.wait() == 0, run.output
