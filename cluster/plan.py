@@ -29,6 +29,7 @@ class ModelSize:
     layers: int = 0
     hidden: int = 0
     vocabulary: int = 0
+    frozen: int = 0  # parameters beside them that are never trained: an implicit reward model's reference
 
 
 def has_reference(cfg: Any) -> bool:
@@ -57,11 +58,13 @@ def memory(cfg: Any, size: ModelSize, rewards: Mapping[str, ModelSize] | None = 
     parts: dict[str, int] = {}
     if not lr.gpus:
         parts |= zip(("learner weights", "gradients", "optimizer state"), trained(models * n), strict=True)
-        parts |= {"reward learner": sum(trained(refreshed.parameters))} if refreshed else {}
+        parts |= {"reward learner": sum(trained(refreshed.parameters)) + refreshed.frozen * b * lr.ranks
+                  } if refreshed else {}
+        parts |= {"reward reference": n * b * lr.ranks} if cfg.stage == "reward_model" and rm.head == "implicit" else {}
     if has_reference(cfg) and not cfg.reference.gpus:
         parts["reference"] = n * b * cfg.reference.count
     if rewards and not rm.gpus:
-        parts["reward models"] = sum(m.parameters for m in rewards.values()) * b * rm.count
+        parts["reward models"] = sum(m.parameters + m.frozen for m in rewards.values()) * b * rm.count
     if sampled and not g.gpus:
         parts["generator weights"] = 2 * n * b * g.count
         parts["generator cache"] = max(1, round(g.kv_cache_gib)) * GIB * g.count  # whole GiB (cluster/environment.py)

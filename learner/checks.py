@@ -198,6 +198,8 @@ def _check_models(cfg: Config) -> None:
 
 
 def _check_reward_model(cfg: Config) -> None:
+    from reward_service.meaning import NEW, config_of, head_of
+
     rm, rl = cfg.reward_model, cfg.stage == "rl"
     for key in ("heldout_share", "replay"):
         if getattr(rm, key) >= 1:
@@ -220,6 +222,12 @@ def _check_reward_model(cfg: Config) -> None:
     if rm.refresh and rm.source != "policy":
         raise ConfigError("reward_model.source", rm.source, "a model is refreshed on samples of the policy",
                           "Use reward_model.source=policy.")
+    served = cfg.reward.models.get(rm.refresh, {}).get("path", NEW)
+    began = rm.init if served == NEW else served
+    had, beta = head_of(config_of(began)) if began else ("", 0.0)
+    if had and (had, beta or rm.beta) != (rm.head, rm.beta):
+        raise ConfigError("reward_model.head", rm.head, f"{began} is trained further, whose head is {had}" + (
+            f" with beta={beta}, not reward_model.beta={rm.beta}" if beta else ""), "Set both as it has them.")
     for key in ("path", "heldout_path") if rm.source == "files" else ():
         value = getattr(rm, key)
         if (key == "path" and not value) or (value and not Path(value).expanduser().exists()):

@@ -116,6 +116,8 @@ class RewardModelConfig:
     batch_tokens: int = 8192  # padded tokens of one forward pass
     timeout_s: float = 300.0  # deadline of one batch of answers
     kind: str = "outcome"  # outcome: a score an answer | process: one at the end of each of its steps (data.steps)
+    head: str = "scalar"  # scalar: a linear head | implicit: beta * log pi/pi_ref of the answer (2412.01981)
+    beta: float = 0.2  # head=implicit: logits per nat
     loss: str = "pointwise"  # pointwise | pairwise (Bradley-Terry)
     init: str = ""  # the model to begin with, a causal LM or a reward model; empty: model.path
     source: str = "policy"  # where labelled answers come from: policy (its samples, graded by reward.rules) | files
@@ -322,7 +324,8 @@ CHOICES = {
     "algorithm.filter": ("none", "skip_dead", "down_weight", "resample"),
     "data.sampler": ("uniform", "balanced"),
     "reward.combine": ("sum", "product"),
-    "reward_model.kind": ("outcome", "process"), "reward_model.loss": ("pointwise", "pairwise"),
+    "reward_model.kind": ("outcome", "process"), "reward_model.head": ("scalar", "implicit"),
+    "reward_model.loss": ("pointwise", "pairwise"),
     "reward_model.source": ("policy", "files"), "reward_model.label": ("soft", "hard"),
     "learner.zero_stage": (0, 1, 2, 3), "optimizer.decay": ("constant", "cosine"),
     "generator.weight_backend": ("object_store", "nccl"),
@@ -364,7 +367,8 @@ RANGES = (
     ("reward_model.count", 1, True), ("reward_model.threads", 0, True), ("reward_model.cpus", 0, True),
     ("reward_model.gpus", 0, True), ("reward_model.batch_tokens", 1, True), ("reward_model.timeout_s", 0, False),
     ("reward_model.heldout_share", 0, False), ("reward_model.prompts", 1, True), ("reward_model.steps", 1, True),
-    ("reward_model.batch", 1, True), ("reward_model.lr", 0, True), ("reward_model.every", 0, True),
+    ("reward_model.batch", 1, True), ("reward_model.lr", 0, True), ("reward_model.beta", 0, False),
+    ("reward_model.every", 0, True),
     ("reward_model.replay", 0, True), ("annotate.prompts", 1, True), ("annotate.answers", 1, True),
     ("annotate.completions", 1, True), ("annotate.temperature", 0, False),
     ("algorithm.gamma", 0, True), ("algorithm.lam", 0, True),

@@ -72,6 +72,9 @@ class Policy(nn.Module):
         logprobs = logprobs[:count] + 0.0 * logprobs[count:].sum()
         return logprobs, torch.cat([p[1] for p in pieces])[:count] if entropy else None
 
+    def save_beside(self, folder: Path) -> None:
+        """Files that belong into the model's directory besides its own: none."""
+
 
 def _calls(head: nn.Module, wanted: int) -> int:
     """How often every rank calls the head in this forward pass: the most that any rank wants.

@@ -24,7 +24,7 @@ from cluster.local import target
 from learner import algorithms
 from learner.config import Config
 from learner.model import ModelError, load_model, load_tokenizer, model_size
-from reward_service.meaning import NEW
+from reward_service.meaning import NEW, meaning
 
 REACH_S = 10.0  # for a TCP connection to a running cluster
 PROBES = 8  # held-out prompts whose right answers are scored
@@ -81,11 +81,12 @@ class Preflight:
         """Sizes of those that are served, by name. Raises ModelError naming reward.models.NAME.path."""
         found = {}
         for name, model in self.cfg.reward.models.items() if self.cfg.generates else ():
-            if model["path"] == NEW:
-                found[name] = self.size
-                continue
+            new = model["path"] == NEW
+            head = self.cfg.reward_model.head if new else meaning(model["path"], model).head
             try:
-                found[name] = model_size(replace(self.cfg.model, path=model["path"], init="pretrained", gguf_file=""))
+                size = self.size if new else model_size(replace(self.cfg.model, path=model["path"], init="pretrained",
+                                                                gguf_file=""))
+                found[name] = replace(size, frozen=size.parameters if head == "implicit" else 0)
             except ModelError as error:
                 raise ModelError(str(error).replace("model.path", f"reward.models.{name}.path", 1)) from error
         return found

@@ -334,6 +334,7 @@ class LearnerRank:
             shutil.rmtree(beside, ignore_errors=True)
             self.policy.model.save_pretrained(beside, state_dict=state)
             tokenizer.save_pretrained(beside)
+            self.policy.save_beside(beside)
             shutil.rmtree(directory, ignore_errors=True)  # of an earlier end of a run that was resumed
             beside.rename(directory)
 

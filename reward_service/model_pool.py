@@ -142,8 +142,9 @@ class RewardModelActor:
     def _load(self, name: str, path: str) -> str:
         from reward_service.models import load_reward_model
 
-        place = self.policy if path == NEW else path
-        model = load_reward_model(place, self.cfg.model.dtype, trained=path != NEW)
+        place, rm = self.policy if path == NEW else path, self.cfg.reward_model
+        model = load_reward_model(place, self.cfg.model.dtype, path != NEW, rm.head, rm.beta,
+                                  self.cfg.learner.logprob_chunk_tokens)
         self.models[name] = (model.to(self.device).eval(), meaning(place, self.cfg.reward.models[name]))
         return place
 

@@ -17,18 +17,19 @@ import torch
 from learner.batching import pack
 from reward_service.combine import ModelScore
 from reward_service.meaning import Meaning
-from reward_service.models import RewardModel, read_scores
+from reward_service.models import ImplicitRewardModel, RewardModel, read_scores
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`ids` int [T]: prompt and completion; `ends`: positions in it that are read."""
+    """`ids` int [T]: prompt and completion, which begins at `begin`; `ends`: positions in it that are read."""
 
     ids: np.ndarray
+    begin: int
     ends: list[int]
 
 
-def score(model: RewardModel, how: Meaning, answers: Sequence[Answer], budget: int, device: Any,
+def score(model: RewardModel | ImplicitRewardModel, how: Meaning, answers: Sequence[Answer], budget: int, device: Any,
           between: Callable[[], object] = lambda: None) -> list[np.ndarray]:
     """float64 [ends] of each answer. Micro-batches hold at most `budget` padded tokens; a longer answer goes alone.
     `between` is called before each of them."""
@@ -45,14 +46,15 @@ def score(model: RewardModel, how: Meaning, answers: Sequence[Answer], budget: i
             counts = [len(answers[i].ends) for i in members]
             rows = torch.repeat_interleave(torch.arange(len(members)), torch.tensor(counts))
             columns = torch.tensor([e for i in members for e in answers[i].ends])
-            logits = model(ids.to(device), rows.to(device), columns.to(device))
+            begins = torch.tensor([answers[i].begin for i in members])
+            logits = model(ids.to(device), rows.to(device), columns.to(device), begins.to(device))
             for i, piece in zip(members, read_scores(logits, how).cpu().double().split(counts), strict=True):
                 found[i] = piece.numpy()
     return found
 
 
-def judge(model: RewardModel, how: Meaning, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray],
-          ends: Sequence[list[int]], budget: int, device: Any = "cpu",
+def judge(model: RewardModel | ImplicitRewardModel, how: Meaning, prompts: Sequence[np.ndarray],
+          completions: Sequence[np.ndarray], ends: Sequence[list[int]], budget: int, device: Any = "cpu",
           between: Callable[[], object] = lambda: None) -> list[ModelScore]:
     """A verdict on each completion; `ends`: of its steps (the last is its last token), read by a process model alone;
     `between`: see `score`.
@@ -70,7 +72,7 @@ def judge(model: RewardModel, how: Meaning, prompts: Sequence[np.ndarray], compl
             out[i] = ModelScore("ungradable", None, f"{n} tokens are over the reward model's context of {context}")
         else:
             inside = ends[i] if how.kind == "process" else [len(completion) - 1]
-            answers.append(Answer(np.concatenate([prompt, completion]), [len(prompt) + e for e in inside]))
+            answers.append(Answer(np.concatenate([prompt, completion]), len(prompt), [len(prompt) + e for e in inside]))
             places.append(i)
     for i, values in zip(places, score(model, how, answers, budget, device, between), strict=True):
         if not np.isfinite(values).all():

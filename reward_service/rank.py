@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Answer:
-    """`index`: row of the plan, the same on all ranks; `ends`: positions in `ids` (prompt + completion)."""
+    """`index`: row of the plan, the same on all ranks; `begin` (of the completion), `ends`: positions in `ids`."""
 
     index: int
     micro_batch: int
     ids: np.ndarray
+    begin: int
     ends: np.ndarray
     labels: np.ndarray
     weight: float
@@ -36,11 +37,12 @@ class _Answer:
 
 @dataclass
 class _Batch:
-    """Right-padded ids int64 [B, T]; rows, columns int64 [M]: the ends; labels, weights float64 [M]."""
+    """Right-padded ids int64 [B, T]; begins int64 [B]; rows, columns int64 [M]: the ends; labels, weights [M]."""
 
     answers: list[_Answer]
     empty: bool
     ids: Tensor
+    begins: Tensor
     rows: Tensor
     columns: Tensor
     labels: Tensor
@@ -63,9 +65,11 @@ class RewardRank(LearnerRank):
     def build(self) -> Any:
         from reward_service.models import load_reward_model
 
-        module = load_reward_model(self.cfg.model.path, self.cfg.model.dtype, trained=False)
         rm = self.cfg.reward_model
-        how = Meaning(rm.kind, rm.loss == "pointwise", self.cfg.data.steps if rm.kind == "process" else "")
+        module = load_reward_model(self.cfg.model.path, self.cfg.model.dtype, False, rm.head, rm.beta,
+                                   self.cfg.learner.logprob_chunk_tokens)
+        how = Meaning(rm.kind, rm.loss == "pointwise", self.cfg.data.steps if rm.kind == "process" else "", rm.head,
+                      rm.beta if rm.head == "implicit" else 0.0)
         setattr(module.model.config, KEY, dataclasses.asdict(how))
         return module
 
@@ -77,7 +81,7 @@ class RewardRank(LearnerRank):
 
         def loss(m: int) -> tuple[Tensor, Stats, bool]:
             b = self._batch([a for a in answers if a.micro_batch == m], job.loss)
-            logits = self.engine(b.ids, b.rows, b.columns)
+            logits = self.engine(b.ids, b.rows, b.columns, b.begins)
             value, found = REWARD_LOSSES[job.loss](logits, b.labels, b.weights)
             total = float(value)
             return value, found | {"loss": (total, 1.0 / self.world, total, total)}, b.empty
@@ -93,7 +97,7 @@ class RewardRank(LearnerRank):
         with torch.no_grad():
             for m in range(job.micro_batches):
                 b = self._batch([a for a in answers if a.micro_batch == m], job.loss)
-                logits = self.engine(b.ids, b.rows, b.columns).cpu().split([len(a.ends) for a in b.answers])
+                logits = self.engine(b.ids, b.rows, b.columns, b.begins).cpu().split([len(a.ends) for a in b.answers])
                 found += [] if b.empty else [(a.index, piece.tolist()) for a, piece in zip(b.answers, logits,
                                                                                           strict=True)]
         return found
@@ -108,20 +112,21 @@ class RewardRank(LearnerRank):
         for i, r in mine:
             prompt, completion = (column[r["row"]] for column in tokens[r["table"]])
             found.append(_Answer(i, r["micro_batch"], np.concatenate([prompt, completion]),
-                                 len(prompt) + np.array(r["step_ends"], np.int64), np.array(r["step_rewards"]),
-                                 r["weight"]))
+                                 len(prompt), len(prompt) + np.array(r["step_ends"], np.int64),
+                                 np.array(r["step_rewards"]), r["weight"]))
         return found
 
     def _batch(self, chosen: list[_Answer], loss: str) -> _Batch:
         """Tensors of `chosen`; where there are none, of answers of weight 0: a backward is a collective under ZeRO."""
         import torch
 
-        nothing = _Answer(-1, 0, np.zeros(2, np.int64), np.ones(1, np.int64), np.zeros(1), 0.0)
+        nothing = _Answer(-1, 0, np.zeros(2, np.int64), 1, np.ones(1, np.int64), np.zeros(1), 0.0)
         answers = chosen or [nothing] * (2 if loss == "pairwise" else 1)
         ids = np.zeros((len(answers), max(len(a.ids) for a in answers)), np.int64)
         for i, a in enumerate(answers):
             ids[i, : len(a.ids)] = a.ids
         counts = [len(a.ends) for a in answers]
-        arrays = (ids, np.repeat(np.arange(len(answers)), counts), np.concatenate([a.ends for a in answers]),
-                  np.concatenate([a.labels for a in answers]), np.repeat([a.weight for a in answers], counts))
+        arrays = (ids, np.array([a.begin for a in answers], np.int64), np.repeat(np.arange(len(answers)), counts),
+                  np.concatenate([a.ends for a in answers]), np.concatenate([a.labels for a in answers]),
+                  np.repeat([a.weight for a in answers], counts))
         return _Batch(answers, not chosen, *(torch.from_numpy(a).to(self.device) for a in arrays))

@@ -50,10 +50,30 @@ def test_an_outcome_model_is_trained_on_the_policys_samples(orm: Run) -> None:
     assert summary["after"]["loss"] < summary["before"]["loss"]
     told = json.loads((orm.folder / "model" / "config.json").read_text())
     assert told["architectures"] == ["LlamaForSequenceClassification"]
-    assert told["volley_reward"] == {"kind": "outcome", "probability": True, "steps": ""}
+    assert told["volley_reward"] == {"kind": "outcome", "probability": True, "steps": "", "head": "scalar", "beta": 0.0}
     answers = pq.read_table(orm.folder / "answers" / "train.parquet")
     assert check_labelled(answers.combine_chunks().to_batches()[0]).num_rows == 48
     assert sorted(orm.metrics("reward_model/loss")) == [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def implicit(orm: Run, start: Starter) -> Run:
+    """On the samples of the other one: no generator is started."""
+    run = start("implicit", "+experiment=train_implicit", *TRAIN, "reward_model.source=files",
+                f"reward_model.path={orm.folder / 'answers' / 'train.parquet'}",
+                f"reward_model.heldout_path={orm.folder / 'answers' / 'heldout.parquet'}")
+    assert run.wait() == 0, run.output
+    return run
+
+
+def test_a_model_without_a_head_is_trained_the_same_way(orm: Run, implicit: Run) -> None:
+    summary = implicit.summary()
+    assert summary["before"] == orm.summary()["before"] and summary["heldout_answers"] == 24
+    assert summary["after"]["loss"] < summary["before"]["loss"]
+    told = json.loads((implicit.folder / "model" / "config.json").read_text())
+    assert told["architectures"] == ["LlamaForCausalLM"]
+    assert told["volley_reward"] == {"kind": "outcome", "probability": True, "steps": "", "head": "implicit",
+                                     "beta": 0.2}
 
 
 def by_hand(folder: Path, rows: list[dict[str, Any]]) -> np.ndarray:
@@ -133,22 +153,28 @@ def test_a_process_model_from_files_supervises_the_steps(prm: Run, start: Starte
     assert "weighted_maj@16/prm" in rl.summary()["after"]
 
 
-def test_both_models_choose_among_the_same_samples(orm: Run, prm: Run, start: Starter) -> None:
+def test_the_models_choose_among_the_same_samples(orm: Run, prm: Run, implicit: Run, start: Starter) -> None:
     run = start("best", "+experiment=best_of_n", f"reward.models.orm.path={orm.folder / 'model'}",
-                f"reward.models.prm.path={prm.folder / 'model'}", "evaluation.samples=32")
+                f"reward.models.prm.path={prm.folder / 'model'}", "+reward.rules.implicit=0",
+                f"+reward.models.implicit.path={implicit.folder / 'model'}", "evaluation.samples=32")
     assert run.wait() == 0, run.output
     found = run.summary()["before"]
-    for name in ("maj@16", *(f"{how}@16/{model}" for how in ("best", "weighted_maj") for model in ("orm", "prm"))):
+    for name in ("maj@16", *(f"{how}@16/{model}" for how in ("best", "weighted_maj")
+                             for model in ("orm", "prm", "implicit"))):
         assert found[name] * 6 * 2 == pytest.approx(round(found[name] * 6 * 2)), name  # two sixteens of six prompts
     assert run.summary()["before"] == run.summary()["after"]  # nothing was trained
 
 
-def test_reward_hacking_rewards_by_the_model_alone_and_refreshes_it(orm: Run, start: Starter) -> None:
+def test_reward_hacking_rewards_by_the_model_alone_and_refreshes_it(implicit: Run, start: Starter) -> None:
     small = [a for a in SMALL if not a.startswith("steps=")]
     run = start("hacking", "+experiment=reward_hacking", "hydra.mode=RUN", "reward_model.every=1", "steps=2", *small,
-                *TRAIN, "reward_model.prompts=8", f"reward.models.orm.path={orm.folder / 'model'}")
+                *TRAIN, "reward_model.prompts=8", f"reward.models.orm.path={implicit.folder / 'model'}",
+                "reward_model.head=implicit", "reward_model.lr=0.001")
     assert run.wait() == 0, run.output
     assert run.metrics("reward_model/iteration") == {1: 1.0}
+    begun, refreshed = implicit.folder / "model", run.folder / "reward_model" / "001"
+    assert (begun / "reference.safetensors").read_bytes() == (refreshed / "reference.safetensors").read_bytes()
+    assert (begun / "model.safetensors").read_bytes() != (refreshed / "model.safetensors").read_bytes()
     assert run.metrics("reward/mean") == pytest.approx(run.metrics("reward_part/orm"))
     gap, gold = run.metrics("reward_gap/orm"), run.metrics("reward/accuracy")
     assert gap == pytest.approx({k: v - gold[k] for k, v in run.metrics("reward/mean").items()})

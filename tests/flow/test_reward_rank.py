@@ -3,6 +3,7 @@ formulas, for any ranks, ZeRO stage and micro-batch size; scores; and the saved 
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from actors.records import LABELLED
 from learner.reward_training import RewardLearner
 from reward_service import training
 from reward_service.labelled import of_record
-from reward_service.meaning import Meaning, meaning
-from reward_service.models import load_reward_model
+from reward_service.meaning import KEY, Meaning, meaning
+from reward_service.models import REFERENCE, load_reward_model
 
-SETUPS = [(1, 0, 10_000), (1, 0, 60), (2, 2, 60), (2, 3, 80)]  # ranks, ZeRO stage, padded tokens of a micro-batch
+SETUPS = [("scalar", 1, 0, 10_000), ("scalar", 1, 0, 60), ("scalar", 2, 2, 60), ("scalar", 2, 3, 80),
+          ("implicit", 1, 0, 60), ("implicit", 2, 3, 80)]  # head, ranks, ZeRO stage, padded tokens of a micro-batch
 BETA1 = 0.9
+BETA = 0.3  # of the implicit reward
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +61,52 @@ def settings(ranks: int, zero: int, budget: int, loss: str, *more: str) -> Any:
                  f"reward_model.loss={loss}", *more])
 
 
-def reference(start: Path, batch: pa.RecordBatch, loss: str) -> tuple[float, dict[str, np.ndarray], list[list[float]]]:
-    """(loss, gradient by name, logits at the ends), answer by answer, float64."""
-    model = AutoModelForSequenceClassification.from_pretrained(start, num_labels=1, dtype=torch.float64)
+@pytest.fixture(scope="module")
+def implicit_start(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a head that has moved from its reference, the small model."""
+    folder = tmp_path_factory.mktemp("implicit_start")
+    module = load_reward_model(str(model_path), trained=False, head="implicit", beta=BETA)
+    with torch.no_grad():
+        for p in module.model.parameters():
+            p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+    setattr(module.model.config, KEY, asdict(Meaning(head="implicit", beta=BETA)))
+    module.model.save_pretrained(folder)
+    module.save_beside(folder)
+    return folder
+
+
+def scalar_logits(folder: Path, rows: list[dict[str, Any]]) -> tuple[Any, list[torch.Tensor]]:
+    """(model, logits at the ends of each row), answer by answer in plain transformers, float64."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float64)
     at_ends = []
-    for r in batch.to_pylist():
+    for r in rows:
         ids = torch.tensor([r["prompt_ids"] + r["completion_ids"]])
         hidden = model.model(input_ids=ids).last_hidden_state[0]
         at_ends.append(model.score(hidden)[[len(r["prompt_ids"]) + e for e in r["ends"]], 0])
+    return model, at_ends
+
+
+def implicit_logits(folder: Path, rows: list[dict[str, Any]]) -> tuple[Any, list[torch.Tensor]]:
+    """As `scalar_logits`, of what `implicit_start` and its training saved."""
+    model, before = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for _ in range(2))
+    before.load_state_dict(load_file(folder / REFERENCE), strict=False)
+    at_ends = []
+    for r in rows:
+        ids = torch.tensor([r["prompt_ids"] + r["completion_ids"]])
+        logps = [torch.log_softmax(m(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+                 for m in (model, before)]
+        ratios = (logps[0] - logps[1].detach())[len(r["prompt_ids"]) - 1:]
+        at_ends.append(torch.stack([BETA * ratios[: e + 1].sum() for e in r["ends"]]))
+    return model, at_ends
+
+
+HEADS = {"scalar": scalar_logits, "implicit": implicit_logits}
+
+
+def reference(start: Path, batch: pa.RecordBatch, loss: str,
+              head: str = "scalar") -> tuple[float, dict[str, np.ndarray], list[list[float]]]:
+    """(loss, gradient by name, logits at the ends), float64."""
+    model, at_ends = HEADS[head](start, batch.to_pylist())
     labels = [torch.tensor(r["labels"], dtype=torch.float64) for r in batch.to_pylist()]
     if loss == "pointwise":
         terms = [-(y * torch.log(torch.sigmoid(s)) + (1 - y) * torch.log(1 - torch.sigmoid(s)))
@@ -84,14 +125,17 @@ def only_last(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, schema=LABELLED)
 
 
-@pytest.mark.parametrize("ranks, zero, budget", SETUPS)
+@pytest.mark.parametrize("head, ranks, zero, budget", SETUPS)
 def test_one_step_is_that_of_the_formula_however_it_is_split(
-        cluster: None, start: Path, batch: pa.RecordBatch, tmp_path: Path, ranks: int, zero: int, budget: int) -> None:
-    learner = RewardLearner(settings(ranks, zero, budget, "pointwise"), str(start))
+        cluster: None, start: Path, implicit_start: Path, batch: pa.RecordBatch, tmp_path: Path, head: str, ranks: int,
+        zero: int, budget: int) -> None:
+    begun = implicit_start if head == "implicit" else start
+    learner = RewardLearner(settings(ranks, zero, budget, "pointwise", f"reward_model.head={head}",
+                                     f"reward_model.beta={BETA}", "learner.logprob_chunk_tokens=10"), str(begun))
     learner.group.start()
     try:
         answers = of_record(batch, ray.put(batch))
-        wanted, grads, logits = reference(start, batch, "pointwise")
+        wanted, grads, logits = reference(begun, batch, "pointwise", head)
         job = training.make_job(answers, training.units(answers, "pointwise"), "pointwise", ranks, budget, 0, 0.0)
         found = dict(learner.group.score(job))
         for i, row in enumerate(logits):
@@ -107,16 +151,20 @@ def test_one_step_is_that_of_the_formula_however_it_is_split(
         learner.group.stop()
 
 
-def test_pairs_and_the_saved_directory(cluster: None, start: Path, batch: pa.RecordBatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["scalar", "implicit"])
+def test_pairs_and_the_saved_directory(cluster: None, start: Path, implicit_start: Path, batch: pa.RecordBatch,
+                                       tmp_path: Path, head: str) -> None:
+    """Of the implicit head that is DPO: -log sigma(beta (log-ratio of the better - log-ratio of the worse))."""
     from learner.model import load_tokenizer
 
     cfg = settings(1, 0, 120, "pairwise", "optimizer.warmup_steps=0", "reward_model.steps=15", "reward_model.batch=4",
-                   "reward_model.lr=0.003")
-    learner = RewardLearner(cfg, str(start))
+                   "reward_model.lr=0.003", f"reward_model.head={head}", f"reward_model.beta={BETA}")
+    begun = implicit_start if head == "implicit" else start
+    learner = RewardLearner(cfg, str(begun))
     learner.group.start()
     try:
         answers = of_record(only_last(batch), ray.put(batch))
-        wanted, grads, _ = reference(start, only_last(batch), "pairwise")
+        wanted, grads, _ = reference(begun, only_last(batch), "pairwise", head)
         job = training.make_job(answers, training.units(answers, "pairwise"), "pairwise", 1, 120, 0, 0.0)
         assert learner.group.update(job)["stats"]["loss"][0] == pytest.approx(wanted, abs=1e-5)
         learner.group.save_state(str(tmp_path))
@@ -127,8 +175,9 @@ def test_pairs_and_the_saved_directory(cluster: None, start: Path, batch: pa.Rec
         learner.fit(answers, None, 0)
         assert learner.measure(answers)["accuracy"] == 1.0  # six pairs are learned by heart
         learner.group.save_model(str(tmp_path / "model"), load_tokenizer(cfg.model))
-        assert meaning(str(tmp_path / "model"), {}) == Meaning("outcome", False, "")
-        _, _, logits = reference(tmp_path / "model", only_last(batch), "pairwise")
+        beta = BETA if head == "implicit" else 0.0
+        assert meaning(str(tmp_path / "model"), {}) == Meaning("outcome", False, "", head, beta)
+        _, _, logits = reference(tmp_path / "model", only_last(batch), "pairwise", head)
         found = dict(learner.group.score(training.make_job(answers, training.units(answers, "pointwise"), "pointwise",
                                                            1, 120)))
         assert [found[i][0] for i in range(12)] == pytest.approx([row[0] for row in logits], abs=2e-5)

@@ -149,6 +149,28 @@ def test_error_names_the_key_and_the_cure(model: str, argv: list[str], words: li
     assert len(text) < 400 and "\n" not in text
 
 
+def test_a_reward_model_is_trained_further_as_it_began(model: str, tmp_path: Path) -> None:
+    told = {"implicit": {"architectures": ["LlamaForCausalLM"], "volley_reward": {"head": "implicit", "beta": 0.5}},
+            "scalar": {"architectures": ["LlamaForSequenceClassification"]}, "causal": {"architectures": ["Llama"]}}
+    for name, config in told.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    train = ["experiment=train_orm", f"model={model}"]
+    for name, head, beta, words in (
+            ("implicit", "scalar", 0.5, ["reward_model.head=scalar", "whose head is implicit"]),
+            ("implicit", "implicit", 0.2, ["beta=0.5, not reward_model.beta=0.2"]),
+            ("scalar", "implicit", 0.2, ["reward_model.head=implicit", "whose head is scalar"])):
+        text = error_of([*train, f"reward_model.init={tmp_path / name}", f"reward_model.head={head}",
+                         f"reward_model.beta={beta}"])
+        assert all(word in text for word in words), text
+    for name, head in (("implicit", "implicit"), ("scalar", "scalar"), ("causal", "implicit"), ("causal", "scalar")):
+        load([*train, f"reward_model.init={tmp_path / name}", f"reward_model.head={head}", "reward_model.beta=0.5"])
+    refreshed = [*ORM, f"model={model}", "reward_model.refresh=orm", "reward_model.every=5",
+                 f"reward.models.orm.path={tmp_path / 'scalar'}", "experiment=r1_zero"]
+    load(refreshed)
+    assert "whose head is scalar" in error_of([*refreshed, "reward_model.head=implicit"])
+
+
 @pytest.mark.parametrize("argv, words", [
     (["rollout.group_sise=4"], "Did you mean rollout.group_size?"),
     (["rollout.group_size=1"], "rollout.group_size=1: "),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from learner.config import ConfigError
 from learner.model import ModelError
 from reward_service.meaning import KEY, Meaning, meaning
 from reward_service.model_scoring import judge
-from reward_service.models import RewardModel, load_reward_model
+from reward_service.models import REFERENCE, ImplicitRewardModel, RewardModel, load_reward_model
 
 CONTEXT = 64
 CONFIG = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -51,6 +54,63 @@ def test_whatever_the_budget_scores_are_those_of_one_at_a_time(module: RewardMod
         else:
             assert verdict.steps[0] == pytest.approx(values[e].tolist(), abs=1e-5) and verdict.steps[1] == e
             assert verdict.score == min(verdict.steps[0])
+
+
+def causal(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
+
+
+@pytest.mark.parametrize("budget", [1, 70, 100_000])
+@pytest.mark.parametrize("how", [Meaning("outcome", True), Meaning("process", False, "newline")])
+def test_without_a_head_a_score_is_the_log_ratio_of_the_answer_so_far(budget: int, how: Meaning) -> None:
+    """Against plain transformers, float64, one answer and one token at a time; logits of 3 tokens at once."""
+    pair, beta = (causal(1), causal(2)), 0.3
+    prompts, completions, ends = answers(12)
+    prompts[0] = np.empty(0, np.int64)  # nothing precedes the first token: it has no log-prob
+    found = judge(ImplicitRewardModel(*pair, beta, 3), how, prompts, completions, ends, budget)
+    for model in pair:
+        model.double()
+    for p, c, e, verdict in zip(prompts, completions, ends, found, strict=True):
+        ids, total, sums = [*p, *c], 0.0, []
+        logps = [torch.log_softmax(model(torch.tensor([ids])).logits[0], -1).detach() for model in pair]
+        for t in range(len(p), len(ids)):
+            total += float(logps[0][t - 1, ids[t]] - logps[1][t - 1, ids[t]]) if t else 0.0
+            sums.append(beta * total)
+        wanted = [1 / (1 + math.exp(-s)) if how.probability else s for s in sums]
+        assert verdict.status == "ok"
+        if how.kind == "outcome":
+            assert verdict.score == pytest.approx(wanted[-1], abs=1e-5)
+        else:
+            assert verdict.steps[0] == pytest.approx([wanted[i] for i in e], abs=1e-5)
+            assert verdict.score == min(verdict.steps[0])
+
+
+def test_a_directory_holds_what_a_model_without_a_head_began_as(tmp_path: Path) -> None:
+    saved = ImplicitRewardModel(causal(1), causal(2), 0.3, 100)
+    told = asdict(Meaning("outcome", True, "", "implicit", 0.3))
+    setattr(saved.model.config, KEY, told)
+    saved.model.save_pretrained(tmp_path)
+    saved.save_beside(tmp_path)
+    assert meaning(str(tmp_path), {}) == Meaning("outcome", True, "", "implicit", 0.3)
+    prompts, completions, ends = answers(6)
+    for trained in (True, False):  # to be trained further its reference stays the same
+        again = load_reward_model(str(tmp_path), trained=trained, head="implicit", beta=0.3)
+        both = [[v.score for v in judge(m, Meaning(), prompts, completions, ends, 400)] for m in (saved, again)]
+        assert both[0] == both[1] and len(set(both[0])) == 6
+    assert not any(name.startswith("reference") for name, _ in again.named_parameters())
+    new = causal(3)
+    new.save_pretrained(tmp_path / "causal")
+    fresh = load_reward_model(str(tmp_path / "causal"), trained=False, head="implicit", beta=0.3)
+    assert {v.score for v in judge(fresh, Meaning(), prompts, completions, ends, 400)} == {0.0}
+    with pytest.raises(ModelError, match="has the head implicit, not reward_model.head=scalar"):
+        load_reward_model(str(tmp_path), trained=False)
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / REFERENCE)
+    with pytest.raises(ModelError, match="reference.safetensors lacks or adds lm_head.weight.*Train it anew"):
+        load_reward_model(str(tmp_path))
+    (tmp_path / REFERENCE).unlink()
+    with pytest.raises(ModelError, match="cannot load.*reference.safetensors"):
+        load_reward_model(str(tmp_path))
 
 
 def test_what_does_not_fit_or_is_not_finite_has_no_number(module: RewardModel) -> None:

@@ -68,6 +68,18 @@ def test_reward_models_are_served_and_trained_beside_the_policy() -> None:
     assert not {"reward models", "reward learner"} & set(plan.memory(cfg, SIZE, rewards))
 
 
+def test_a_model_without_a_head_keeps_what_it_began_as() -> None:
+    cfg, rewards = config(ranks=2, stage=1), {"orm": ModelSize(3 * MILLION, frozen=3 * MILLION)}
+    cfg.reward_model.refresh, cfg.reward_model.every = "orm", 5
+    found = plan.memory(cfg, SIZE, rewards)
+    assert found["reward models"] == 4 * 6 * MILLION
+    assert found["reward learner"] == 3 * (2 * (4 + 4 + 4) + 12) * MILLION  # the reference whole on both ranks
+    cfg.stage = "reward_model"
+    assert "reward reference" not in plan.memory(cfg, SIZE)
+    cfg.reward_model.head = "implicit"
+    assert plan.memory(cfg, SIZE)["reward reference"] == 2 * 4 * MILLION
+
+
 def test_every_stage_that_samples_has_generators() -> None:
     cfg, none = config(), {"generator weights", "generator cache"}
     cfg.stage = "annotate"
