@@ -89,12 +89,18 @@ def test_memory_says_the_numbers(checks: Preflight, monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_counts_reward_models(checks: Preflight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 7}))
+    config = {"model_type": "llama", "vocab_size": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"weight": np.zeros((1000, 7), np.float32)}, tmp_path / "model.safetensors")
     without = checks.memory()
     checks.cfg.reward.models = {"orm": {"path": str(tmp_path)}, "prm": {"path": "new"}}
     assert {n: m.parameters for n, m in checks.reward_models().items()} == {
         "orm": 7000, "prm": checks.size.parameters}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"volley_reward": {"head": "implicit", "beta": 0.1}}))
+    assert {n: m.frozen for n, m in checks.reward_models().items()} == {"orm": 7000, "prm": 0}
+    checks.cfg.reward_model.head = "implicit"
+    assert checks.reward_models()["prm"].frozen == checks.size.parameters
+    checks.cfg.reward_model.head = "scalar"
     monkeypatch.setattr(preflight, "free_memory", lambda: 0)
     assert "reward models 4 MiB" in error_of(checks.memory) and "reward models" not in without
     (tmp_path / "model.safetensors").unlink()
