@@ -90,13 +90,14 @@ def load_reward_model(path: str, dtype: str = "float32", trained: bool = True, h
             raise ModelError(f"reward model {path}: has the head {had}, not reward_model.head={head}. Set it so.")
         weight_files(path)
         config.use_cache = False
-        load = _implicit if (had or head) == "implicit" else _scalar
-        return load(path, config, bool(had), getattr(torch, dtype), its or beta, chunk)
+        if (had or head) == "implicit":
+            return _implicit(path, config, bool(had), getattr(torch, dtype), its or beta, chunk)
+        return _scalar(path, config, bool(had), getattr(torch, dtype))
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"reward model {path}: cannot load: {str(error).splitlines()[0]}") from error
 
 
-def _scalar(path: str, config: Any, had: bool, dtype: torch.dtype, *_: float) -> RewardModel:
+def _scalar(path: str, config: Any, had: bool, dtype: torch.dtype) -> RewardModel:
     from transformers import AutoModelForSequenceClassification
 
     if had and config.num_labels != 1:
