@@ -61,23 +61,37 @@ def causal(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
 
 
+def log_ratio(pair: tuple[LlamaForCausalLM, ...], prompt: np.ndarray, completion: np.ndarray) -> list[float]:
+    """log pi/pi_ref of the completion up to and with each of its tokens, float64, token by token."""
+    ids, total, sums = [*prompt.tolist(), *completion.tolist()], 0.0, []
+    with torch.no_grad():
+        logps = [torch.log_softmax(m(torch.tensor([ids])).logits[0], -1).tolist() for m in pair]
+    for t in range(len(prompt), len(ids)):
+        total += logps[0][t - 1][ids[t]] - logps[1][t - 1][ids[t]] if t else 0.0  # nothing precedes token 0
+        sums.append(total)
+    return sums
+
+
+@pytest.fixture(scope="module")
+def log_ratios() -> list[list[float]]:
+    pair = (causal(1).double(), causal(2).double())
+    return [log_ratio(pair, p, c) for p, c, _ in zip(*without_a_prompt(), strict=True)]
+
+
+def without_a_prompt() -> tuple[list[np.ndarray], list[np.ndarray], list[list[int]]]:
+    prompts, completions, ends = answers(12)
+    return [np.empty(0, np.int64), *prompts[1:]], completions, ends
+
+
 @pytest.mark.parametrize("budget", [1, 70, 100_000])
 @pytest.mark.parametrize("how", [Meaning("outcome", True), Meaning("process", False, "newline")])
-def test_without_a_head_a_score_is_the_log_ratio_of_the_answer_so_far(budget: int, how: Meaning) -> None:
-    """Against plain transformers, float64, one answer and one token at a time; logits of 3 tokens at once."""
-    pair, beta = (causal(1), causal(2)), 0.3
-    prompts, completions, ends = answers(12)
-    prompts[0] = np.empty(0, np.int64)  # nothing precedes the first token: it has no log-prob
-    found = judge(ImplicitRewardModel(*pair, beta, 3), how, prompts, completions, ends, budget)
-    for model in pair:
-        model.double()
-    for p, c, e, verdict in zip(prompts, completions, ends, found, strict=True):
-        ids, total, sums = [*p, *c], 0.0, []
-        logps = [torch.log_softmax(model(torch.tensor([ids])).logits[0], -1).detach() for model in pair]
-        for t in range(len(p), len(ids)):
-            total += float(logps[0][t - 1, ids[t]] - logps[1][t - 1, ids[t]]) if t else 0.0
-            sums.append(beta * total)
-        wanted = [1 / (1 + math.exp(-s)) if how.probability else s for s in sums]
+def test_without_a_head_a_score_is_the_log_ratio_of_the_answer_so_far(
+        log_ratios: list[list[float]], budget: int, how: Meaning) -> None:
+    """Logits of 3 tokens at once."""
+    prompts, completions, ends = without_a_prompt()
+    found = judge(ImplicitRewardModel(causal(1), causal(2), 0.3, 3), how, prompts, completions, ends, budget)
+    for sums, e, verdict in zip(log_ratios, ends, found, strict=True):
+        wanted = [1 / (1 + math.exp(-0.3 * s)) if how.probability else 0.3 * s for s in sums]
         assert verdict.status == "ok"
         if how.kind == "outcome":
             assert verdict.score == pytest.approx(wanted[-1], abs=1e-5)
