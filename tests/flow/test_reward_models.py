@@ -59,7 +59,8 @@ def alone(folder: Path, group: Group) -> list[float]:
     model = load_reward_model(str(folder)).eval()
     with torch.no_grad():
         return [float(model(torch.tensor([r["prompt_ids"] + r["completion_ids"]]), torch.tensor([0]),
-                            torch.tensor([len(r["prompt_ids"] + r["completion_ids"]) - 1])))
+                            torch.tensor([len(r["prompt_ids"] + r["completion_ids"]) - 1]),
+                            torch.tensor([len(r["prompt_ids"])])))
                 for r in ray.get(group.table).to_pylist()]
 
 
