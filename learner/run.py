@@ -22,7 +22,7 @@ from cluster.security import redact
 from learner import checkpoint, resume
 from learner.config import Config
 
-STOP_S = 11.0  # an interrupted run is gone after this, whatever hangs
+STOP_S = 11.0  # a run that was interrupted, or is done, is gone after this, whatever hangs
 # What the semaphores of this run's reward workers are called: nothing else tells whose they are once their maker and
 # Python's own cleaner have been killed, as Ray does when it ends.
 SEMAPHORES = f"volley-{uuid.uuid4().hex}"
@@ -84,6 +84,15 @@ def execute(cfg: Config) -> int:
     signal.signal(signal.SIGTERM, lambda *_: _terminate(stopping))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")  # else SIGTERM waits 30 s while Ray starts
+    status = 130
+    try:
+        status = _attempt(cfg, stopping)
+    finally:
+        _close(stopping.run_dir, status)
+    return status
+
+
+def _attempt(cfg: Config, stopping: Stopping) -> int:
     started = time.monotonic()
     try:
         run_dir = locate(cfg)
@@ -114,8 +123,6 @@ def execute(cfg: Config) -> int:
         else:
             print("volley: set VOLLEY_TRACEBACK=1 to see where it happened", file=sys.stderr, flush=True)
         return 1
-    finally:
-        _close(stopping.run_dir)
 
 
 def _run(cfg: Config, run_dir: Path, started: float, stopping: Stopping, store: checkpoint.Store,
@@ -149,10 +156,11 @@ def _run(cfg: Config, run_dir: Path, started: float, stopping: Stopping, store: 
         Trainer(cfg, run_dir, started, stopping, store, saved).run()
 
 
-def _close(run_dir: Path | None) -> None:
-    """End the local cluster (half-started ones too) and whatever our actors started themselves."""
+def _close(run_dir: Path | None, status: int) -> None:
+    """End the local cluster (half-started ones too) and whatever our actors started themselves. Where that takes too
+    long it is cut short, with the run's own exit status: a run that is done stays done."""
     _ignore_signals()
-    limit = _force_exit_after(STOP_S, run_dir)
+    limit = _force_exit_after(STOP_S, run_dir, status)
     children = psutil.Process().children(recursive=True)
     shared = _shared_files(children)
     ray = sys.modules.get("ray")
@@ -210,11 +218,11 @@ def _terminate(stopping: Stopping) -> None:
     _force_exit_after(STOP_S, stopping.run_dir)
 
 
-def _force_exit_after(seconds: float, run_dir: Path | None) -> threading.Timer:
+def _force_exit_after(seconds: float, run_dir: Path | None, status: int = 130) -> threading.Timer:
     def end() -> None:
         children = psutil.Process().children(recursive=True)
         _end(children, _shared_files(children), run_dir, 0.0)
-        os._exit(130)
+        os._exit(status)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

@@ -69,7 +69,7 @@ def main_loop(folder: Path, jobs: dict[str, list[str]]) -> None:
         status[name] = run.execute(main.load([*args, f"run_dir={folder / name}"]))
         print(f"many_runs: {name} ended with {status[name]} after {time.monotonic() - began:.1f} s", flush=True)
         (folder / "status.json").write_text(json.dumps(status))
-    close(None)
+    close(None, 0)
 
 
 if __name__ == "__main__":

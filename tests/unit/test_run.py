@@ -52,6 +52,22 @@ def test_sigterm_is_gentle_only_in_the_loop(monkeypatch: pytest.MonkeyPatch, cap
         run._terminate(stopping)
 
 
+SLOW_END = """
+import sys, threading, time
+from learner import run
+from learner.config import Config
+
+end, run.STOP_S, run._attempt = run._end, 0.5, lambda *_: int(sys.argv[1])
+run._end = lambda *a: time.sleep(60) if threading.current_thread() is threading.main_thread() else end(*a)
+raise SystemExit(run.execute(Config()))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1, 130])
+def test_an_end_that_hangs_is_cut_short_with_the_runs_own_status(status: int) -> None:
+    assert subprocess.run([sys.executable, "-c", SLOW_END, str(status)], cwd=ROOT, timeout=50).returncode == status
+
+
 HOLDER = """
 import mmap, multiprocessing, sys, time
 file = open(sys.argv[1], "w+b")
