@@ -1,11 +1,14 @@
-"""Each experiment with reward models as a user starts it, with every engine real and everything small: an outcome model
-from the policy's samples, then RL on it with refreshes; a process model from labelled steps, then process supervision
-by it; what they leave, and that a checkpoint holds the reward model too."""
+"""Each experiment with reward models, with every engine real and everything small: an outcome model from the policy's
+samples, then RL on it with refreshes; a process model from labelled steps, then process supervision by it; what they
+leave, and that a checkpoint holds the reward model too. The first is started as a user does, the others in one go."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,16 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from actors.records import LABELLED, check_labelled
 from learner import corpus
 from learner.corpus import stable_rng
-from tests.flow.test_loop import RUN_S, Run, Starter
+from tests.flow.test_loop import MARK, ROOT, RUN_S, Run, Starter
 
 QUIET = ["logging.wandb=disabled", "logging.report=false", "cluster=local", "cluster.dashboard=false",
          "generator.threads=1", "learner.threads=1", "data.heldout_size=6"]
 SMALL = ["steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluation.samples=16", "evaluation.every=0"]
 TRAIN = ["reward_model.steps=4", "reward_model.batch=16"]
 
-pytestmark = pytest.mark.timeout(2 * RUN_S + 60)
+LIMIT_S = 60 + 2 * RUN_S
+
+pytestmark = pytest.mark.timeout(LIMIT_S + RUN_S)
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +62,47 @@ def test_an_outcome_model_is_trained_on_the_policys_samples(orm: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def implicit(orm: Run, start: Starter) -> Run:
-    """On the samples of the other one: no generator is started."""
-    run = start("implicit", "+experiment=train_implicit", *TRAIN, "reward_model.source=files",
-                f"reward_model.path={orm.folder / 'answers' / 'train.parquet'}",
-                f"reward_model.heldout_path={orm.folder / 'answers' / 'heldout.parquet'}")
-    assert run.wait() == 0, run.output
-    return run
+def runs(orm: Run, start: Starter) -> dict[str, Run]:
+    """All that follows, in one process with one Ray and one vLLM (many_runs.py)."""
+    folder, file = start.folder / "runs", start.folder / "steps.jsonl"
+    folder.mkdir()
+    labelled_steps(file)
+    answers, models = orm.folder / "answers", {n: folder / n / "model" for n in ("prm", "implicit")}
+    small = [a for a in SMALL if not a.startswith("steps=")]
+    given = {  # the first needs the most places, and Ray is made for it
+        "iterative": ["+experiment=deepseekmath_iterative", *SMALL, *TRAIN, "reward_model.prompts=8",
+                      "reward_model.every=1", "reward_model.initial=false", "logging.rollouts=-1",
+                      f"reward.models.orm.path={orm.folder / 'model'}"],
+        "prm": ["+experiment=train_prm", *TRAIN, f"reward_model.path={file}"],
+        "implicit": ["+experiment=train_implicit", *TRAIN, "reward_model.source=files",
+                     f"reward_model.path={answers / 'train.parquet'}",
+                     f"reward_model.heldout_path={answers / 'heldout.parquet'}"],
+        "supervised": ["+experiment=process_supervision", "algorithm=grpo_process", *SMALL, "logging.rollouts=-1",
+                       f"reward.models.prm.path={models['prm']}"],
+        "best": ["+experiment=best_of_n", f"reward.models.orm.path={orm.folder / 'model'}",
+                 f"reward.models.prm.path={models['prm']}", f"+reward.models.implicit.path={models['implicit']}",
+                 "+reward.rules.implicit=0", "evaluation.samples=32"],
+        "hacking": ["+experiment=reward_hacking", "reward_model.every=1", "steps=2", *small, *TRAIN,
+                    "reward_model.prompts=8", f"reward.models.orm.path={models['implicit']}",
+                    "reward_model.head=implicit", "reward_model.lr=0.001"]}
+    jobs = [f"{name}={json.dumps([*QUIET, 'model=tiny', *args])}" for name, args in given.items()]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VOLLEY_"))}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "tests.flow.many_runs", str(folder), *jobs], cwd=ROOT,
+                                   env=env | {MARK: str(folder)}, stdout=log, stderr=subprocess.STDOUT)
+    start.runs += [Run(folder / name, process, folder / "log", str(folder)) for name in given]
+    process.wait(timeout=LIMIT_S - 60)
+    return {run.folder.name: run for run in start.runs if run.folder.parent == folder}
 
 
-def test_a_model_without_a_head_is_trained_the_same_way(orm: Run, implicit: Run) -> None:
+def done(runs: dict[str, Run], name: str) -> Run:
+    status = json.loads((runs[name].folder.parent / "status.json").read_text())
+    assert status.get(name) == 0, runs[name].output[-4000:]
+    return runs[name]
+
+
+def test_a_model_without_a_head_is_trained_the_same_way(orm: Run, runs: dict[str, Run]) -> None:
+    implicit = done(runs, "implicit")
     summary = implicit.summary()
     assert summary["before"] == orm.summary()["before"] and summary["heldout_answers"] == 24
     assert summary["after"]["loss"] < summary["before"]["loss"]
@@ -90,12 +126,8 @@ def by_hand(folder: Path, rows: list[dict[str, Any]]) -> np.ndarray:
     return np.array(found)
 
 
-def test_iterative_rl_refreshes_the_model_and_its_checkpoint_holds_it(orm: Run, start: Starter) -> None:
-    args = ["+experiment=deepseekmath_iterative", *SMALL, *TRAIN, "reward_model.prompts=8",
-            "reward_model.every=1", "reward_model.initial=false", "logging.rollouts=-1",
-            f"reward.models.orm.path={orm.folder / 'model'}"]
-    run = start("iterative", *args)
-    assert run.wait() == 0, run.output
+def test_iterative_rl_refreshes_the_model_and_its_checkpoint_holds_it(runs: dict[str, Run]) -> None:
+    run = done(runs, "iterative")
     assert run.metrics("reward_model/iteration") == {1: 1.0, 2: 2.0}  # none after the last step
     assert run.metrics("reward_model/older_answers") == {1: 0.0, 2: 32.0}
     given = run.rollouts()[2].to_pylist()  # step 3 is rewarded by the second refresh, and not as by the first
@@ -130,22 +162,11 @@ def labelled_steps(file: Path, n: int = 60) -> None:
                 "labels": [*labels, total == sum(numbers)]}) + "\n")
 
 
-@pytest.fixture(scope="module")
-def prm(start: Starter) -> Run:
-    file = start.folder / "steps.jsonl"
-    labelled_steps(file)
-    run = start("prm", "+experiment=train_prm", *TRAIN, f"reward_model.path={file}")
-    assert run.wait() == 0, run.output
-    return run
-
-
-def test_a_process_model_from_files_supervises_the_steps(prm: Run, start: Starter) -> None:
-    summary = prm.summary()
+def test_a_process_model_from_files_supervises_the_steps(runs: dict[str, Run]) -> None:
+    summary = done(runs, "prm").summary()
     assert summary["answers"] + summary["heldout_answers"] == 60
     assert summary["heldout_ends"] > 3 * summary["heldout_answers"]
-    rl = start("supervised", "+experiment=process_supervision", "hydra.mode=RUN", "algorithm=grpo_process", *SMALL,
-               f"reward.models.prm.path={prm.folder / 'model'}", "logging.rollouts=-1")
-    assert rl.wait() == 0, rl.output
+    rl = done(runs, "supervised")
     rewards: dict[int, float] = rl.metrics("reward/mean")
     parts: Any = rl.metrics("reward_part/prm")
     assert rewards == pytest.approx(parts) and set(rewards) == {1, 2, 3}  # the model alone counts
@@ -153,11 +174,8 @@ def test_a_process_model_from_files_supervises_the_steps(prm: Run, start: Starte
     assert "weighted_maj@16/prm" in rl.summary()["after"]
 
 
-def test_the_models_choose_among_the_same_samples(orm: Run, prm: Run, implicit: Run, start: Starter) -> None:
-    run = start("best", "+experiment=best_of_n", f"reward.models.orm.path={orm.folder / 'model'}",
-                f"reward.models.prm.path={prm.folder / 'model'}", "+reward.rules.implicit=0",
-                f"+reward.models.implicit.path={implicit.folder / 'model'}", "evaluation.samples=32")
-    assert run.wait() == 0, run.output
+def test_the_models_choose_among_the_same_samples(runs: dict[str, Run]) -> None:
+    run = done(runs, "best")
     found = run.summary()["before"]
     for name in ("maj@16", *(f"{how}@16/{model}" for how in ("best", "weighted_maj")
                              for model in ("orm", "prm", "implicit"))):
@@ -165,14 +183,10 @@ def test_the_models_choose_among_the_same_samples(orm: Run, prm: Run, implicit: 
     assert run.summary()["before"] == run.summary()["after"]  # nothing was trained
 
 
-def test_reward_hacking_rewards_by_the_model_alone_and_refreshes_it(implicit: Run, start: Starter) -> None:
-    small = [a for a in SMALL if not a.startswith("steps=")]
-    run = start("hacking", "+experiment=reward_hacking", "hydra.mode=RUN", "reward_model.every=1", "steps=2", *small,
-                *TRAIN, "reward_model.prompts=8", f"reward.models.orm.path={implicit.folder / 'model'}",
-                "reward_model.head=implicit", "reward_model.lr=0.001")
-    assert run.wait() == 0, run.output
+def test_reward_hacking_rewards_by_the_model_alone_and_refreshes_it(runs: dict[str, Run]) -> None:
+    run = done(runs, "hacking")
     assert run.metrics("reward_model/iteration") == {1: 1.0}
-    begun, refreshed = implicit.folder / "model", run.folder / "reward_model" / "001"
+    begun, refreshed = runs["implicit"].folder / "model", run.folder / "reward_model" / "001"
     assert (begun / "reference.safetensors").read_bytes() == (refreshed / "reference.safetensors").read_bytes()
     assert (begun / "model.safetensors").read_bytes() != (refreshed / "model.safetensors").read_bytes()
     assert run.metrics("reward/mean") == pytest.approx(run.metrics("reward_part/orm"))
