@@ -37,10 +37,10 @@ run: $(READY)  ## train the default: R1-Zero on the embedded model
 	@$(PY) -m learner.main +experiment=r1_zero $(ARGS)
 
 cluster: $(READY)  ## a Ray cluster on this machine, for `ray job submit` (CPUS=4: logical CPUs)
-	@$(PY) -m cluster.head start $(CPUS)
+	@$(PY) -m cluster.jobs.head start $(CPUS)
 
 cluster-stop: $(READY)  ## end it
-	@$(PY) -m cluster.head stop
+	@$(PY) -m cluster.jobs.head stop
 
 test: $(READY)  ## the tests but for the slow ones; ARGS="tests/unit -x" for some
 	$(PY) -m pytest $(if $(ARGS),$(ARGS),tests -m "not slow")
@@ -68,7 +68,7 @@ $(DONE)/venv:
 	@echo "set-up: ENGINE=$(CHOSEN) (from ENGINE=$(ENGINE)), Python $(or $(PYTHON),not found), packages from $(LOCK)"
 	@$(or $(PYTHON),false) -c "" 2>/dev/null || { \
 	  echo "set-up: no Python runs as '$(PYTHON)': install Python 3.11 or set PYTHON=/path/to/python3.11." >&2; exit 1; }
-	@$(PYTHON) cluster/setup_check.py before $(CHOSEN)
+	@$(PYTHON) cluster/jobs/setup_check.py before $(CHOSEN)
 	@$(PYTHON) -m venv $(VENV) && mkdir -p $(DONE) && touch $@
 
 # torch alone and first: whether it is the right build is then known before the other gigabytes are fetched.
@@ -77,7 +77,7 @@ $(DONE)/torch-$(CHOSEN): $(LOCK) | $(DONE)/venv
 	  echo "set-up: $(VENV) holds another engine ($$(cd $(DONE) && ls -d ready-*)): run \`make clean\`, then set up with ENGINE=$(CHOSEN)." >&2; exit 1; fi
 	@echo "set-up: torch"
 	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$(grep '^torch==' $(LOCK))
-	@$(PY) cluster/setup_check.py torch $(CHOSEN)
+	@$(PY) cluster/jobs/setup_check.py torch $(CHOSEN)
 	@touch $@
 
 $(DONE)/packages-$(CHOSEN): $(DONE)/torch-$(CHOSEN) pyproject.toml
@@ -88,7 +88,7 @@ $(DONE)/packages-$(CHOSEN): $(DONE)/torch-$(CHOSEN) pyproject.toml
 
 $(READY): $(DONE)/packages-$(CHOSEN)
 	@echo "set-up: DeepSpeed's CPU communication, byte-code"
-	@$(PY) cluster/setup_check.py ops $(CHOSEN)
-	@$(PY) cluster/setup_check.py bytecode $(CHOSEN)
+	@$(PY) cluster/jobs/setup_check.py ops $(CHOSEN)
+	@$(PY) cluster/jobs/setup_check.py bytecode $(CHOSEN)
 	@touch $@
 	@echo "set-up: ready"

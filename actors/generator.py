@@ -52,7 +52,9 @@ class Generator:
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
 
     def __repr__(self) -> str:
-        return self.name if self.version < 0 else f"{self.name} v{self.version}"  # Ray asks once, at the start
+        return (
+            self.name if self.version < 0 else f"{self.name} v{self.version}"
+        )  # Ray asks once, at the start
 
     # ---- what others call -------------------------------------------------------------------------------------
 
@@ -60,8 +62,9 @@ class Generator:
         """All completions of one group. Two return values: scalars for the controller, tokens for the others."""
         return await self._call(lambda future: self._admit(request, future))
 
-    async def update_weights(self, version: int, buckets: list[Bucket], probe: Probe | None,
-                             timeout_s: float) -> dict[str, float]:
+    async def update_weights(
+        self, version: int, buckets: list[Bucket], probe: Probe | None, timeout_s: float
+    ) -> dict[str, float]:
         """Load `buckets` between two decode steps, then prove them; returns seconds and the largest difference.
 
         Raises WeightSyncError when a checksum differs or a probe log-prob is off by more than its tolerance; the
@@ -69,14 +72,21 @@ class Generator:
         """
         # Fetched before the engine pauses: views of the object store, not copies of the process.
         buffers = await asyncio.wait_for(asyncio.gather(*[b.ref for b in buckets]), timeout_s)
-        updates = [{"buffer": buffer, "entries": b.entries, "digest": b.digest}
-                   for buffer, b in zip(buffers, buckets, strict=True)]
-        return await self._call(lambda future: future.set_result(self._update_weights(version, updates, probe)))
+        updates = [
+            {"buffer": buffer, "entries": b.entries, "digest": b.digest}
+            for buffer, b in zip(buffers, buckets, strict=True)
+        ]
+        return await self._call(
+            lambda future: future.set_result(self._update_weights(version, updates, probe))
+        )
 
     async def ping(self) -> dict[str, Any]:
         """Alive and stepping: answered by the engine's own thread, between two steps."""
-        return await self._call(lambda future: future.set_result(
-            {"name": self.name, "version": self.version, "groups": len(self._running)}))
+        return await self._call(
+            lambda future: future.set_result(
+                {"name": self.name, "version": self.version, "groups": len(self._running)}
+            )
+        )
 
     async def abandon(self, epoch: int) -> int:
         """Work on no group of an epoch before this one, under way or yet to come (calls may overtake one another);
@@ -127,7 +137,9 @@ class Generator:
         from vllm.sampling_params import RequestOutputKind
 
         if self.version < 0:
-            raise WeightSyncError(f"{self.name}: asked to generate while its weights are not proved")
+            raise WeightSyncError(
+                f"{self.name}: asked to generate while its weights are not proved"
+            )
         if request.epoch < self.epoch:
             return future.set_result((None, None))
         if request.group_id in self._running:
@@ -135,13 +147,25 @@ class Generator:
         s = request.sampling
         for index, seed in enumerate(request.seeds):
             params = VllmParams(
-                temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_tokens, seed=seed,
-                logprobs=0, stop_token_ids=self.stop_token_ids, detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY)
+                temperature=s.temperature,
+                top_p=s.top_p,
+                top_k=s.top_k,
+                max_tokens=s.max_tokens,
+                seed=seed,
+                logprobs=0,
+                stop_token_ids=self.stop_token_ids,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             # The salt keeps blocks computed under older weights out of this request's prefix.
-            self.engine.add_request(f"{request.group_id}/{index}", {
-                "prompt_token_ids": request.prompt_ids, "cache_salt": str(self.version)}, params)
-        self._running[request.group_id] = _Running(request, future, [None] * len(request.seeds), len(request.seeds))
+            self.engine.add_request(
+                f"{request.group_id}/{index}",
+                {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self.version)},
+                params,
+            )
+        self._running[request.group_id] = _Running(
+            request, future, [None] * len(request.seeds), len(request.seeds)
+        )
 
     def _abandon(self, epoch: int) -> int:
         self.epoch = epoch
@@ -178,23 +202,36 @@ class Generator:
         n = len(outputs)
         lengths = np.array([len(o.token_ids) for o in outputs], np.int64)
         versions = [token_versions(o.weight_versions, len(o.token_ids)) for o in outputs]
-        batch = pa.RecordBatch.from_arrays([
-            pa.array([request.group_id] * n, pa.int64()),
-            pa.array([request.prompt_id] * n, pa.string()),
-            pa.array(range(n), pa.int32()),
-            pa.array([request.prompt_ids] * n, pa.list_(pa.int32())),
-            pa.array([list(o.token_ids) for o in outputs], pa.list_(pa.int32())),
-            pa.array([sampled_logprobs(o) for o in outputs], pa.list_(pa.float32())),
-            pa.array(versions, pa.list_(pa.int32())),
-            pa.array([o.finish_reason for o in outputs], pa.string()),
-        ], schema=ROLLOUT)
+        batch = pa.RecordBatch.from_arrays(
+            [
+                pa.array([request.group_id] * n, pa.int64()),
+                pa.array([request.prompt_id] * n, pa.string()),
+                pa.array(range(n), pa.int32()),
+                pa.array([request.prompt_ids] * n, pa.list_(pa.int32())),
+                pa.array([list(o.token_ids) for o in outputs], pa.list_(pa.int32())),
+                pa.array([sampled_logprobs(o) for o in outputs], pa.list_(pa.float32())),
+                pa.array(versions, pa.list_(pa.int32())),
+                pa.array([o.finish_reason for o in outputs], pa.string()),
+            ],
+            schema=ROLLOUT,
+        )
         flat = np.concatenate(versions)
-        meta = GroupMeta(request.group_id, request.prompt_id, len(request.prompt_ids), lengths,
-                         tuple(o.finish_reason for o in outputs), int(flat.min()), int(flat.max()), self.name,
-                         running.cached)
+        meta = GroupMeta(
+            request.group_id,
+            request.prompt_id,
+            len(request.prompt_ids),
+            lengths,
+            tuple(o.finish_reason for o in outputs),
+            int(flat.min()),
+            int(flat.max()),
+            self.name,
+            running.cached,
+        )
         return meta, check_rollout(batch)
 
-    def _update_weights(self, version: int, updates: list[dict[str, Any]], probe: Probe | None) -> dict[str, float]:
+    def _update_weights(
+        self, version: int, updates: list[dict[str, Any]], probe: Probe | None
+    ) -> dict[str, float]:
         start = time.monotonic()
         self.version = -1  # half-loaded weights must not serve, whatever happens below
         self.engine.collective_rpc("start_weight_update")
@@ -206,7 +243,11 @@ class Generator:
         loaded = time.monotonic()
         worst = self._prove(version, probe) if probe else 0.0
         self.version = version
-        return {"load_s": loaded - start, "probe_s": time.monotonic() - loaded, "probe_max_abs_diff": worst}
+        return {
+            "load_s": loaded - start,
+            "probe_s": time.monotonic() - loaded,
+            "probe_max_abs_diff": worst,
+        }
 
     def _prove(self, version: int, probe: Probe) -> float:
         found = self._logprobs(probe.ids)
@@ -214,11 +255,14 @@ class Generator:
         apart = np.abs(ours - theirs)
         worst = float(apart.max())
         # Rounding grows with the logits: a token of log-prob -20 may differ by 20 times what one of -1 may.
-        if not (apart <= probe.tolerance * np.maximum(1.0, np.abs(theirs))).all():  # a NaN fails too
+        if not (
+            apart <= probe.tolerance * np.maximum(1.0, np.abs(theirs))
+        ).all():  # a NaN fails too
             raise WeightSyncError(
                 f"{self.name}: after loading version {version} the probe's log-probs differ from the learner's by "
                 f"up to {worst:.3g}, tolerance {probe.tolerance:.3g} (generator.sync_tolerance; times the log-prob "
-                "where that is below -1). The generator does not compute what the learner computes; it will not serve.")
+                "where that is below -1). The generator does not compute what the learner computes; it will not serve."
+            )
         return worst
 
     def _logprobs(self, ids: list[list[int]]) -> list[np.ndarray]:
@@ -230,16 +274,27 @@ class Generator:
         for i, sequence in enumerate(ids):
             self._requests += 1
             names[f"probe/{self._requests}"] = i
-            self.engine.add_request(f"probe/{self._requests}", {
-                "prompt_token_ids": sequence, "cache_salt": f"probe{self._requests}"}, VllmParams(
-                    max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY))
+            self.engine.add_request(
+                f"probe/{self._requests}",
+                {"prompt_token_ids": sequence, "cache_salt": f"probe{self._requests}"},
+                VllmParams(
+                    max_tokens=1,
+                    temperature=1.0,
+                    prompt_logprobs=0,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                ),
+            )
         while len(found) < len(ids):
             for output in self._deliver(self.engine.step()):
                 tokens = output.prompt_token_ids
                 found[names[output.request_id]] = np.array(
-                    [entry[t].logprob for t, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)],
-                    np.float32)
+                    [
+                        entry[t].logprob
+                        for t, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+                    ],
+                    np.float32,
+                )
         return [found[i] for i in range(len(ids))]
 
 
@@ -249,23 +304,41 @@ def token_versions(spans: list[Any] | None, length: int) -> np.ndarray:
     for span in spans or ():
         versions[span.start : span.end] = int(span.version)
     if (versions < 0).any():
-        raise WeightSyncError(f"{int((versions < 0).sum())} of {length} tokens carry no policy version")
+        raise WeightSyncError(
+            f"{int((versions < 0).sum())} of {length} tokens carry no policy version"
+        )
     return versions
 
 
 def sampled_logprobs(output: Any) -> np.ndarray:
     """float32 [tokens]: log-prob of each sampled token under the distribution it was drawn from."""
-    return np.array([entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)],
-                    np.float32)
+    return np.array(
+        [
+            entry[token].logprob
+            for token, entry in zip(output.token_ids, output.logprobs, strict=True)
+        ],
+        np.float32,
+    )
 
 
-def engine_args(generator: Any, model_path: str, dtype: str, max_length: int, on_gpu: bool) -> dict[str, Any]:
+def engine_args(
+    generator: Any, model_path: str, dtype: str, max_length: int, on_gpu: bool
+) -> dict[str, Any]:
     """vLLM engine arguments from conf/ (GeneratorConfig); `on_gpu` marks what has not been run on a CPU."""
     args = dict(
-        model=model_path, load_format="safetensors", dtype=dtype, max_model_len=max_length,
-        max_num_seqs=generator.max_num_seqs, enforce_eager=generator.enforce_eager, skip_tokenizer_init=True,
-        logprobs_mode="processed_logprobs", enable_prefix_caching=True, disable_log_stats=True, seed=0,
-        weight_transfer_config={"backend": generator.weight_backend})
+        model=model_path,
+        load_format="safetensors",
+        dtype=dtype,
+        max_model_len=max_length,
+        max_num_seqs=generator.max_num_seqs,
+        enforce_eager=generator.enforce_eager,
+        skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs",
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        seed=0,
+        weight_transfer_config={"backend": generator.weight_backend},
+    )
     if generator.block_size:
         args["block_size"] = generator.block_size
     if on_gpu:

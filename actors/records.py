@@ -24,64 +24,92 @@ import xxhash
 STATUSES = ("ok", "error", "timeout", "ungradable")
 FINISH_REASONS = ("stop", "length")
 
-PROMPT = pa.schema([
-    pa.field("group_id", pa.int64(), nullable=False),
-    pa.field("prompt_id", pa.string(), nullable=False),
-    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
-])
-ROLLOUT = pa.schema([
-    pa.field("group_id", pa.int64(), nullable=False),
-    pa.field("prompt_id", pa.string(), nullable=False),
-    pa.field("sample_index", pa.int32(), nullable=False),
-    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
-    pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
-    pa.field("behaviour_logprobs", pa.list_(pa.float32()), nullable=False),
-    pa.field("versions", pa.list_(pa.int32()), nullable=False),
-    pa.field("finish_reason", pa.string(), nullable=False),
-])
-SCORED = pa.schema([
-    pa.field("group_id", pa.int64(), nullable=False),
-    pa.field("sample_index", pa.int32(), nullable=False),
-    pa.field("reward", pa.float64()),  # null unless status is "ok"
-    pa.field("parts", pa.map_(pa.string(), pa.float64())),
-    pa.field("accuracy", pa.float64()),
-    pa.field("format", pa.float64()),
-    pa.field("status", pa.string(), nullable=False),
-    pa.field("extracted", pa.string()),
-    pa.field("reason", pa.string()),
-    pa.field("step_rewards", pa.list_(pa.float64())),  # null unless steps are rewarded and status is "ok"
-    pa.field("step_ends", pa.list_(pa.int32())),  # index of the last token of each step
-])
-REFERENCE = pa.schema([
-    pa.field("group_id", pa.int64(), nullable=False),
-    pa.field("sample_index", pa.int32(), nullable=False),
-    pa.field("ref_logprobs", pa.list_(pa.float32()), nullable=False),
-])
+PROMPT = pa.schema(
+    [
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+    ]
+)
+ROLLOUT = pa.schema(
+    [
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("behaviour_logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("versions", pa.list_(pa.int32()), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+    ]
+)
+SCORED = pa.schema(
+    [
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("reward", pa.float64()),  # null unless status is "ok"
+        pa.field("parts", pa.map_(pa.string(), pa.float64())),
+        pa.field("accuracy", pa.float64()),
+        pa.field("format", pa.float64()),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("extracted", pa.string()),
+        pa.field("reason", pa.string()),
+        pa.field(
+            "step_rewards", pa.list_(pa.float64())
+        ),  # null unless steps are rewarded and status is "ok"
+        pa.field("step_ends", pa.list_(pa.int32())),  # index of the last token of each step
+    ]
+)
+REFERENCE = pa.schema(
+    [
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("ref_logprobs", pa.list_(pa.float32()), nullable=False),
+    ]
+)
 # What the controller tells the learner of each sample: where its tokens lie and how much they count.
-PLAN = pa.schema([
-    pa.field("table", pa.int32(), nullable=False),  # index into the list of rollout tables handed along
-    pa.field("row", pa.int32(), nullable=False),  # row in that table
-    pa.field("group_id", pa.int64(), nullable=False),
-    pa.field("reward", pa.float64(), nullable=False),  # 0 where not valid
-    pa.field("valid", pa.bool_(), nullable=False),  # the reward's status is ok and nothing masks the sample
-    pa.field("advantage", pa.float64(), nullable=False),  # nan where the learner works it out from its log-probs
-    pa.field("weight", pa.float64(), nullable=False),  # of each completion token, over the whole optimizer step
-    pa.field("rank", pa.int32(), nullable=False),
-    pa.field("micro_batch", pa.int32(), nullable=False),
-    pa.field("update", pa.int32(), nullable=False),  # which optimizer step of this batch
-    pa.field("step_rewards", pa.list_(pa.float64())),  # process supervision; null without
-    pa.field("step_ends", pa.list_(pa.int32())),
-])
+PLAN = pa.schema(
+    [
+        pa.field(
+            "table", pa.int32(), nullable=False
+        ),  # index into the list of rollout tables handed along
+        pa.field("row", pa.int32(), nullable=False),  # row in that table
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("reward", pa.float64(), nullable=False),  # 0 where not valid
+        pa.field(
+            "valid", pa.bool_(), nullable=False
+        ),  # the reward's status is ok and nothing masks the sample
+        pa.field(
+            "advantage", pa.float64(), nullable=False
+        ),  # nan where the learner works it out from its log-probs
+        pa.field(
+            "weight", pa.float64(), nullable=False
+        ),  # of each completion token, over the whole optimizer step
+        pa.field("rank", pa.int32(), nullable=False),
+        pa.field("micro_batch", pa.int32(), nullable=False),
+        pa.field("update", pa.int32(), nullable=False),  # which optimizer step of this batch
+        pa.field("step_rewards", pa.list_(pa.float64())),  # process supervision; null without
+        pa.field("step_ends", pa.list_(pa.int32())),
+    ]
+)
 # Answers with what is known of them: what a reward model is trained on and measured by. One row an answer.
-LABELLED = pa.schema([
-    pa.field("prompt_id", pa.string(), nullable=False),
-    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
-    pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
-    pa.field("ends", pa.list_(pa.int32()), nullable=False),  # index of the last token of each step; outcome: of all
-    pa.field("labels", pa.list_(pa.float64()), nullable=False),  # in [0, 1], one an end
-    pa.field("pair", pa.int64(), nullable=False),  # the same for two rows, chosen first; -1: in no pair
-    pa.field("iteration", pa.int32(), nullable=False),  # of iterative RL, in which it was sampled; 0 before
-])
+LABELLED = pa.schema(
+    [
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field(
+            "ends", pa.list_(pa.int32()), nullable=False
+        ),  # index of the last token of each step; outcome: of all
+        pa.field("labels", pa.list_(pa.float64()), nullable=False),  # in [0, 1], one an end
+        pa.field(
+            "pair", pa.int64(), nullable=False
+        ),  # the same for two rows, chosen first; -1: in no pair
+        pa.field(
+            "iteration", pa.int32(), nullable=False
+        ),  # of iterative RL, in which it was sampled; 0 before
+    ]
+)
 
 
 class RecordError(ValueError):
@@ -110,7 +138,9 @@ class GroupMeta:
     version_min: int
     version_max: int
     generator: str = ""
-    cached_tokens: int = 0  # of all samples' prompts: those whose keys and values were in the prefix cache
+    cached_tokens: int = (
+        0  # of all samples' prompts: those whose keys and values were in the prefix cache
+    )
 
 
 @dataclass(frozen=True)
@@ -171,10 +201,15 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema, name: str) -> pa.RecordBat
     """Return `batch` if it has exactly `schema`, no nulls where none may be; raise RecordError otherwise."""
     if not batch.schema.equals(schema):
         missing = [f.name for f in schema if f.name not in batch.schema.names]
-        wrong = [f"{f.name} is {batch.schema.field(f.name).type}, expected {f.type}" for f in schema
-                 if f.name in batch.schema.names and batch.schema.field(f.name).type != f.type]
+        wrong = [
+            f"{f.name} is {batch.schema.field(f.name).type}, expected {f.type}"
+            for f in schema
+            if f.name in batch.schema.names and batch.schema.field(f.name).type != f.type
+        ]
         extra = [n for n in batch.schema.names if n not in schema.names]
-        raise RecordError(f"{name}: missing columns {missing}, wrong types {wrong}, unexpected columns {extra}")
+        raise RecordError(
+            f"{name}: missing columns {missing}, wrong types {wrong}, unexpected columns {extra}"
+        )
     for f in schema:
         if not f.nullable and batch.column(f.name).null_count:
             row = batch.column(f.name).is_null().to_pylist().index(True)
@@ -190,18 +225,29 @@ def check_rollout(batch: pa.RecordBatch) -> pa.RecordBatch:
         other = list_lengths(batch.column(column))
         if (lengths != other).any():
             row = int(np.flatnonzero(lengths != other)[0])
-            raise RecordError(f"rollout: row {row}: {lengths[row]} completion_ids but {other[row]} {column}")
-    _check_logprobs(batch, "behaviour_logprobs", "rollout", "The generator's weights or its engine are broken")
+            raise RecordError(
+                f"rollout: row {row}: {lengths[row]} completion_ids but {other[row]} {column}"
+            )
+    _check_logprobs(
+        batch, "behaviour_logprobs", "rollout", "The generator's weights or its engine are broken"
+    )
     unknown = set(batch.column("finish_reason").to_pylist()) - set(FINISH_REASONS)
     if unknown:
-        raise RecordError(f"rollout: finish_reason {sorted(unknown)} unknown, expected one of {FINISH_REASONS}")
+        raise RecordError(
+            f"rollout: finish_reason {sorted(unknown)} unknown, expected one of {FINISH_REASONS}"
+        )
     return batch
 
 
 def check_reference(batch: pa.RecordBatch) -> pa.RecordBatch:
     """A REFERENCE of finite log-probs <= 0."""
     conform(batch, REFERENCE, "reference")
-    _check_logprobs(batch, "ref_logprobs", "reference", "The reference model is broken, or overflows in model.dtype")
+    _check_logprobs(
+        batch,
+        "ref_logprobs",
+        "reference",
+        "The reference model is broken, or overflows in model.dtype",
+    )
     return batch
 
 
@@ -215,24 +261,32 @@ def _check_logprobs(batch: pa.RecordBatch, column: str, record: str, cause: str)
         raise RecordError(
             f"{record}: group {batch.column('group_id')[row]}, sample {batch.column('sample_index')[row]}, token "
             f"{at - (int(ends[row - 1]) if row else 0)}: {column} is {values[at]}, which is not a log-probability. "
-            f"{cause}.")
+            f"{cause}."
+        )
 
 
 def check_scored(batch: pa.RecordBatch) -> pa.RecordBatch:
     """A SCORED batch in which exactly the rows with status "ok" carry a finite reward (DESIGN invariant 4)."""
     conform(batch, SCORED, "scored")
-    for row, (status, reward) in enumerate(zip(batch.column("status").to_pylist(), batch.column("reward").to_pylist(),
-                                               strict=True)):
+    for row, (status, reward) in enumerate(
+        zip(batch.column("status").to_pylist(), batch.column("reward").to_pylist(), strict=True)
+    ):
         if status not in STATUSES:
             raise RecordError(f"scored: row {row}: status {status!r}, expected one of {STATUSES}")
         if (status == "ok") != (reward is not None and np.isfinite(reward)):
-            raise RecordError(f"scored: row {row}: status {status!r} with reward {reward}; "
-                              "exactly the rows with status ok carry a finite reward")
-    steps = zip(batch.column("step_rewards").to_pylist(), batch.column("step_ends").to_pylist(), strict=True)
+            raise RecordError(
+                f"scored: row {row}: status {status!r} with reward {reward}; "
+                "exactly the rows with status ok carry a finite reward"
+            )
+    steps = zip(
+        batch.column("step_rewards").to_pylist(), batch.column("step_ends").to_pylist(), strict=True
+    )
     for row, (rewards, ends) in enumerate(steps):
         if len(rewards or []) != len(ends or []) or not np.isfinite(rewards or []).all():
-            raise RecordError(f"scored: row {row}: step rewards {rewards} with ends {ends}: expected as many of each, "
-                              "and finite rewards")
+            raise RecordError(
+                f"scored: row {row}: step rewards {rewards} with ends {ends}: expected as many of each, "
+                "and finite rewards"
+            )
     return batch
 
 
@@ -241,9 +295,16 @@ def check_labelled(batch: pa.RecordBatch) -> pa.RecordBatch:
     conform(batch, LABELLED, "labelled")
     columns = [batch.column(name).to_pylist() for name in ("completion_ids", "ends", "labels")]
     for row, (ids, ends, labels) in enumerate(zip(*columns, strict=True)):
-        if not ends or len(ends) != len(labels) or ends != sorted(set(ends)) or not 0 <= ends[0] <= ends[-1] < len(ids):
-            raise RecordError(f"labelled: row {row}: ends {ends} with labels {labels} of {len(ids)} tokens: expected "
-                              "one label an end, and ends in order within the completion")
+        if (
+            not ends
+            or len(ends) != len(labels)
+            or ends != sorted(set(ends))
+            or not 0 <= ends[0] <= ends[-1] < len(ids)
+        ):
+            raise RecordError(
+                f"labelled: row {row}: ends {ends} with labels {labels} of {len(ids)} tokens: expected "
+                "one label an end, and ends in order within the completion"
+            )
         if not all(0.0 <= v <= 1.0 for v in labels):  # a NaN fails too
             raise RecordError(f"labelled: row {row}: labels {labels}, expected each in [0, 1]")
     return batch

@@ -13,8 +13,8 @@ import ray
 from actors.records import REFERENCE, ROLLOUT, Bucket, conform, list_lengths, ragged
 from cluster import placement
 from cluster.environment import process_env
-from cluster.remote import get
-from cluster.supervisor import Supervised, ping, pingable
+from cluster.supervision.remote import get
+from cluster.supervision.supervisor import Supervised, ping, pingable
 
 HINT = "the reference actor's log in the session's logs folder of Ray"
 
@@ -25,12 +25,16 @@ class Reference:
     def __init__(self, index: int, cfg: Any) -> None:
         import torch
 
-        from learner.model import Policy, load_model
+        from actors.modeling.policy import Policy, load_model
 
         self.index, self.cfg = index, cfg
         torch.set_num_threads(max(1, cfg.reference.threads))
         self.device = "cuda" if cfg.reference.gpus else "cpu"
-        self.policy = Policy(load_model(cfg.model, cfg.seed), cfg.learner.logprob_chunk_tokens).to(self.device).eval()
+        self.policy = (
+            Policy(load_model(cfg.model, cfg.seed), cfg.learner.logprob_chunk_tokens)
+            .to(self.device)
+            .eval()
+        )
 
     def __repr__(self) -> str:
         return f"reference-{self.index}"
@@ -50,18 +54,25 @@ class Reference:
 
     def save(self, file: str) -> None:
         """Write the weights as safetensors (a reference that was reset is part of a checkpoint)."""
-        from learner import tensors
+        from actors.modeling.safetensor_files import write_tensors
 
-        tensors.write(Path(file), {n: p.detach().cpu().contiguous() for n, p in self.policy.model.named_parameters()})
+        write_tensors(
+            Path(file),
+            {n: p.detach().cpu().contiguous() for n, p in self.policy.model.named_parameters()},
+        )
 
     def restore(self, file: str | None) -> None:
         """Read what `save` wrote; None: become the initial model again."""
         import torch
         from safetensors.torch import load_file
 
-        from learner.model import load_model
+        from actors.modeling.policy import load_model
 
-        saved = load_file(file) if file else dict(load_model(self.cfg.model, self.cfg.seed).named_parameters())
+        saved = (
+            load_file(file)
+            if file
+            else dict(load_model(self.cfg.model, self.cfg.seed).named_parameters())
+        )
         with torch.no_grad():
             for name, parameter in self.policy.model.named_parameters():
                 parameter.copy_(saved[name])
@@ -70,11 +81,19 @@ class Reference:
         """(K, log-probs float32 [K, vocabulary]) at the first K <= `tokens` places of one completion, for exact KL."""
         import torch
 
-        prompt, completion = (ragged(table.column(c))[row] for c in ("prompt_ids", "completion_ids"))
-        ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None].to(self.device)
-        columns = torch.arange(len(prompt), len(prompt) + min(tokens, len(completion)), device=self.device)
+        prompt, completion = (
+            ragged(table.column(c))[row] for c in ("prompt_ids", "completion_ids")
+        )
+        ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None].to(
+            self.device
+        )
+        columns = torch.arange(
+            len(prompt), len(prompt) + min(tokens, len(completion)), device=self.device
+        )
         with torch.no_grad():
-            found, _ = self.policy(ids, torch.zeros_like(columns), columns, self.cfg.rollout.temperature, full=True)
+            found, _ = self.policy(
+                ids, torch.zeros_like(columns), columns, self.cfg.rollout.temperature, full=True
+            )
         return len(columns), found.float().cpu().numpy()
 
     def logprobs(self, tables: list[Any]) -> tuple[Any, ...]:
@@ -88,18 +107,30 @@ class Reference:
         for b in batches:
             values = found[start : start + b.num_rows]
             start += b.num_rows
-            out.append(pa.RecordBatch.from_arrays(
-                [b.column("group_id"), b.column("sample_index"), pa.array(values, pa.list_(pa.float32()))],
-                schema=REFERENCE))
-            if (list_lengths(out[-1].column("ref_logprobs")) != list_lengths(b.column("completion_ids"))).any():
+            out.append(
+                pa.RecordBatch.from_arrays(
+                    [
+                        b.column("group_id"),
+                        b.column("sample_index"),
+                        pa.array(values, pa.list_(pa.float32())),
+                    ],
+                    schema=REFERENCE,
+                )
+            )
+            if (
+                list_lengths(out[-1].column("ref_logprobs"))
+                != list_lengths(b.column("completion_ids"))
+            ).any():
                 raise RuntimeError(f"{self!r}: log-probs and completions differ in length")
         assert start == len(rows)
         return len(out), *out
 
-    def _forward(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> list[np.ndarray]:
+    def _forward(
+        self, prompts: list[np.ndarray], completions: list[np.ndarray]
+    ) -> list[np.ndarray]:
         import torch
 
-        from learner.batching import pack
+        from actors.modeling.packing import pack
 
         lengths = np.array([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
         micro = pack(lengths, self.cfg.learner.micro_batch_tokens)
@@ -113,9 +144,15 @@ class Reference:
                     ids[r, : lengths[i]] = torch.from_numpy(whole)
                 sizes = [len(completions[i]) for i in members]
                 rows = torch.repeat_interleave(torch.arange(len(members)), torch.tensor(sizes))
-                columns = torch.cat([torch.arange(len(prompts[i]), int(lengths[i])) for i in members])
-                values, _ = self.policy(ids.to(self.device), rows.to(self.device), columns.to(self.device),
-                                        self.cfg.rollout.temperature)
+                columns = torch.cat(
+                    [torch.arange(len(prompts[i]), int(lengths[i])) for i in members]
+                )
+                values, _ = self.policy(
+                    ids.to(self.device),
+                    rows.to(self.device),
+                    columns.to(self.device),
+                    self.cfg.rollout.temperature,
+                )
                 for i, piece in zip(members, values.float().cpu().split(sizes), strict=True):
                     found[i] = piece.numpy()
         return found
@@ -129,15 +166,32 @@ class ReferencePool:
     def __init__(self, cfg: Any, run_dir: Path) -> None:
         self.cfg, self.copy = cfg, run_dir / "reference.safetensors"
         self.is_reset = False
-        self.members = [Supervised(f"reference-{i}", partial(self._create, i), cfg.cluster, "cluster.restarts",
-                                   cfg.cluster.restarts, cfg.reference.timeout_s, HINT, ping)
-                        for i in range(cfg.reference.count)]
+        self.members = [
+            Supervised(
+                f"reference-{i}",
+                partial(self._create, i),
+                cfg.cluster,
+                "cluster.restarts",
+                cfg.cluster.restarts,
+                cfg.reference.timeout_s,
+                HINT,
+                ping,
+            )
+            for i in range(cfg.reference.count)
+        ]
 
     def _create(self, index: int, suffix: str) -> list[Any]:
         r = self.cfg.reference
         env = process_env(r.gpus) | {"OMP_NUM_THREADS": str(max(1, r.threads))}
-        return [pingable(Reference).options(name=f"reference-{index}{suffix}", runtime_env={"env_vars": env},
-                                            **placement.options(self.cfg, "reference", index)).remote(index, self.cfg)]
+        return [
+            pingable(Reference)
+            .options(
+                name=f"reference-{index}{suffix}",
+                runtime_env={"env_vars": env},
+                **placement.options(self.cfg, "reference", index),
+            )
+            .remote(index, self.cfg)
+        ]
 
     @property
     def restarts(self) -> int:
@@ -151,7 +205,10 @@ class ReferencePool:
     def logprobs(self, tables: list[Any]) -> list[Any]:
         """References of REFERENCE batches, one for each ROLLOUT reference in `tables`, once all exist."""
         parts = [p for p in np.array_split(np.arange(len(tables)), len(self.members)) if len(p)]
-        jobs = [(i, "logprobs", [tables[j] for j in part], 1 + len(part)) for i, part in enumerate(parts)]
+        jobs = [
+            (i, "logprobs", [tables[j] for j in part], 1 + len(part))
+            for i, part in enumerate(parts)
+        ]
         return [ref for refs in self._all(jobs) for ref in refs[1:]]
 
     def distributions(self, table: Any, row: int, tokens: int) -> Any:
@@ -191,10 +248,18 @@ class ReferencePool:
 
     def _send(self, job: tuple[Any, ...]) -> list[Any]:
         index, method, *arguments, results = job
-        found = getattr(self.members[index].actor, method).options(num_returns=results).remote(*arguments)
+        found = (
+            getattr(self.members[index].actor, method)
+            .options(num_returns=results)
+            .remote(*arguments)
+        )
         return found if isinstance(found, list) else [found]
 
     def _catch_up(self, member: Supervised) -> None:
         if self.is_reset:
-            get(member.actor.restore.remote(str(self.copy)), self.cfg.reference.timeout_s, f"{member.name}: restore",
-                HINT)
+            get(
+                member.actor.restore.remote(str(self.copy)),
+                self.cfg.reference.timeout_s,
+                f"{member.name}: restore",
+                HINT,
+            )

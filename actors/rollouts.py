@@ -14,15 +14,16 @@ from typing import Any
 
 import ray
 
+from actors.data.prompts import Prompt
 from actors.generator import Generator, engine_args
-from actors.prompts import Prompt
 from actors.records import GroupMeta, GroupRequest, Published, SamplingParams
 from actors.staleness import sample_seed
-from cluster import failures, placement
+from cluster import placement
 from cluster.environment import generator_env
-from cluster.health import PROBES
-from cluster.remote import DeadlineExceeded
-from cluster.supervisor import Supervised, tell
+from cluster.supervision import failures
+from cluster.supervision.health import PROBES
+from cluster.supervision.remote import DeadlineExceeded
+from cluster.supervision.supervisor import Supervised, tell
 
 HINT = "the generator's log in the session's logs folder of Ray"
 
@@ -50,27 +51,53 @@ class _Ticket:
 class GeneratorPool:
     """`model_path`: a Hugging Face directory; `stop_token_ids` end a completion; `max_length`: context, in tokens."""
 
-    def __init__(self, cfg: Any, model_path: str, stop_token_ids: list[int], max_length: int) -> None:
+    def __init__(
+        self, cfg: Any, model_path: str, stop_token_ids: list[int], max_length: int
+    ) -> None:
         self.cfg, self.stop = cfg, stop_token_ids
-        self.args = engine_args(cfg.generator, model_path, cfg.model.dtype, max_length, cfg.generator.gpus > 0)
+        self.args = engine_args(
+            cfg.generator, model_path, cfg.model.dtype, max_length, cfg.generator.gpus > 0
+        )
         self.published: Published | None = None
         self.epoch = 0  # of GroupRequest
-        self.look_s = cfg.cluster.probe_timeout_s / PROBES  # between looks at the pings while nothing finishes
+        self.look_s = (
+            cfg.cluster.probe_timeout_s / PROBES
+        )  # between looks at the pings while nothing finishes
         g = cfg.generator
         self.members = [
-            Supervised(f"generator-{i}", partial(self._create, i), cfg.cluster, "generator.restarts", g.restarts,
-                       g.start_timeout_s, HINT, lambda actor: actor.ping.remote(), partial(self._homeless, i))
-            for i in range(g.count)]
-        self.benched: dict[int, Exception] = {}  # lost with its node, and no other has room: why it was lost
+            Supervised(
+                f"generator-{i}",
+                partial(self._create, i),
+                cfg.cluster,
+                "generator.restarts",
+                g.restarts,
+                g.start_timeout_s,
+                HINT,
+                lambda actor: actor.ping.remote(),
+                partial(self._homeless, i),
+            )
+            for i in range(g.count)
+        ]
+        self.benched: dict[
+            int, Exception
+        ] = {}  # lost with its node, and no other has room: why it was lost
 
     def _create(self, index: int, suffix: str) -> list[Any]:
         g = self.cfg.generator
         env = generator_env(g.kv_cache_gib, g.gpus)
         if g.threads:
             env["OMP_NUM_THREADS"] = str(g.threads)
-        options = {"name": f"generator-{index}{suffix}", "max_concurrency": 10_000,
-                   "runtime_env": {"env_vars": env}, **placement.options(self.cfg, "generator", index)}
-        return [ray.remote(Generator).options(**options).remote(f"generator-{index}", self.args, self.stop)]
+        options = {
+            "name": f"generator-{index}{suffix}",
+            "max_concurrency": 10_000,
+            "runtime_env": {"env_vars": env},
+            **placement.options(self.cfg, "generator", index),
+        }
+        return [
+            ray.remote(Generator)
+            .options(**options)
+            .remote(f"generator-{index}", self.args, self.stop)
+        ]
 
     def _homeless(self, index: int) -> bool:
         return not placement.whole() and any(i != index for i in self.serving)
@@ -108,24 +135,31 @@ class GeneratorPool:
                 found.append(self._proved(index, ref))
             except Exception as error:  # noqa: BLE001 - classified
                 found.append(self.revive(index, error))
-            if self.members[index].health.state == "stale":  # it was replaced while the learner was gone
+            if (
+                self.members[index].health.state == "stale"
+            ):  # it was replaced while the learner was gone
                 self.members[index].health.move("healthy")
         return {k: max(f[k] for f in found if f) for k in next(f for f in found if f)}
 
     def _load(self, index: int) -> Any:
         p = self.published
-        return self.members[index].actor.update_weights.remote(p.version, p.buckets, p.probe,
-                                                               self.cfg.generator.sync_timeout_s)
+        return self.members[index].actor.update_weights.remote(
+            p.version, p.buckets, p.probe, self.cfg.generator.sync_timeout_s
+        )
 
     def _proved(self, index: int, ref: Any) -> dict[str, float]:
         """What `_load` found, once the generator holds the weights."""
         member = self.members[index]
-        return member.wait(ref, self.cfg.generator.sync_timeout_s,
-                           f"{member.name}: update to version {self.published.version}")
+        return member.wait(
+            ref,
+            self.cfg.generator.sync_timeout_s,
+            f"{member.name}: update to version {self.published.version}",
+        )
 
     def revive(self, index: int, why: Exception) -> dict[str, float]:
         """Replace a dead or hung generator by a new one that has proved the current weights. Where no node has room for
         it the others go on, and `sync` brings it back when one has."""
+
         def catch_up() -> dict[str, float]:
             return self._proved(index, self._load(index)) if self.published else {}
 
@@ -142,8 +176,11 @@ class GeneratorPool:
         for index in self.serving:
             member = self.members[index]
             try:
-                member.wait(member.actor.abandon.remote(self.epoch), self.cfg.generator.sync_timeout_s,
-                            f"{member.name}: abandon")
+                member.wait(
+                    member.actor.abandon.remote(self.epoch),
+                    self.cfg.generator.sync_timeout_s,
+                    f"{member.name}: abandon",
+                )
             except Exception as error:  # noqa: BLE001 - classified
                 self.published = None  # the next sync brings the new one up to date
                 self.revive(index, error)
@@ -160,16 +197,32 @@ class Dispatcher:
 
     `drop(group_id, reason)` is told of a group that cannot be worked on; without it such a group stops the run."""
 
-    def __init__(self, pool: GeneratorPool, run_seed: int, timeout_s: float,
-                 drop: Callable[[int, str], None] | None = None) -> None:
+    def __init__(
+        self,
+        pool: GeneratorPool,
+        run_seed: int,
+        timeout_s: float,
+        drop: Callable[[int, str], None] | None = None,
+    ) -> None:
         self.pool, self.run_seed, self.timeout_s, self.drop = pool, run_seed, timeout_s, drop
         self.tickets: dict[int, _Ticket] = {}  # by group id, in order of submission
 
-    def submit(self, group_id: int, prompt: Prompt, prompt_ids: list[int], n: int, sampling: SamplingParams,
-               version: int) -> None:
+    def submit(
+        self,
+        group_id: int,
+        prompt: Prompt,
+        prompt_ids: list[int],
+        n: int,
+        sampling: SamplingParams,
+        version: int,
+    ) -> None:
         """Start a group of n completions under policy `version`. Ids must be new."""
-        seeds = [sample_seed(self.run_seed, prompt.prompt_id, group_id, i, version) for i in range(n)]
-        request = GroupRequest(group_id, prompt.prompt_id, prompt_ids, seeds, sampling, self.pool.epoch)
+        seeds = [
+            sample_seed(self.run_seed, prompt.prompt_id, group_id, i, version) for i in range(n)
+        ]
+        request = GroupRequest(
+            group_id, prompt.prompt_id, prompt_ids, seeds, sampling, self.pool.epoch
+        )
         self._send(_Ticket(prompt, request, self._idlest()))
 
     def _idlest(self) -> int:
@@ -182,7 +235,9 @@ class Dispatcher:
 
     def _send(self, ticket: _Ticket) -> None:
         ticket.actor = self.pool.actors[ticket.generator]
-        ticket.meta_ref, ticket.table_ref = ticket.actor.generate.options(num_returns=2).remote(ticket.request)
+        ticket.meta_ref, ticket.table_ref = ticket.actor.generate.options(num_returns=2).remote(
+            ticket.request
+        )
         ticket.deadline = time.monotonic() + self.timeout_s
         self.tickets[ticket.request.group_id] = ticket
 
@@ -194,12 +249,16 @@ class Dispatcher:
         """
         refs = {t.meta_ref: t for t in self.tickets.values()}
         wait_s = max(0.0, min(t.deadline for t in refs.values()) - time.monotonic())
-        ready, _ = ray.wait(list(refs), num_returns=1, timeout=min(wait_s, self.pool.look_s), fetch_local=False)
+        ready, _ = ray.wait(
+            list(refs), num_returns=1, timeout=min(wait_s, self.pool.look_s), fetch_local=False
+        )
         if ready:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
         for ref in ready:
             ticket = refs[ref]
-            if self.tickets.get(ticket.request.group_id) is ticket and ticket.meta_ref is ref:  # else given out again
+            if (
+                self.tickets.get(ticket.request.group_id) is ticket and ticket.meta_ref is ref
+            ):  # else given out again
                 if group := self._result(ticket):
                     yield group
         self._check_deadlines()
@@ -228,12 +287,16 @@ class Dispatcher:
         now = time.monotonic()
         late = next((t for t in self.tickets.values() if t.deadline <= now), None)
         if late:
-            error = DeadlineExceeded(f"generator-{late.generator}: group {late.request.group_id} not done within "
-                                     f"rollout.timeout_s={self.timeout_s:g}")
+            error = DeadlineExceeded(
+                f"generator-{late.generator}: group {late.request.group_id} not done within "
+                f"rollout.timeout_s={self.timeout_s:g}"
+            )
             self._lost(late.generator, late.actor, error)
 
     def _lost(self, index: int, actor: Any, error: Exception) -> None:
-        if self.pool.actors[index] is actor:  # else replaced already: by a sync, or for another dispatcher
+        if (
+            self.pool.actors[index] is actor
+        ):  # else replaced already: by a sync, or for another dispatcher
             self.pool.revive(index, error)
         for other in [t for t in self.tickets.values() if t.generator == index]:
             if other.actor is not self.pool.actors[index]:

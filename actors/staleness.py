@@ -22,7 +22,9 @@ def admissible(waiting: int, groups_per_step: int, max_staleness: int) -> int:
     return max(0, (max_staleness + 1) * groups_per_step - waiting)
 
 
-def sample_seed(run_seed: int, prompt_id: str, group_id: int, sample_index: int, version: int) -> int:
+def sample_seed(
+    run_seed: int, prompt_id: str, group_id: int, sample_index: int, version: int
+) -> int:
     """Seed of one completion, in [0, 2^63): a function of what is drawn, never of who draws it.
 
     `group_id` keeps two occurrences of one prompt at the same version apart.
@@ -50,7 +52,9 @@ class Ledger:
 
     def admit(self, group_id: int) -> None:
         if group_id != self.admitted:
-            raise ConservationError(f"group {group_id} admitted out of order: expected {self.admitted}")
+            raise ConservationError(
+                f"group {group_id} admitted out of order: expected {self.admitted}"
+            )
         self.admitted += 1
         self.in_flight.add(group_id)
 
@@ -70,8 +74,10 @@ class Ledger:
 
     def _move(self, group_id: int, place: set[int], event: str) -> None:
         if group_id not in place:
-            raise ConservationError(f"group {group_id} {event}, but it is not there to be: "
-                                    f"in flight {sorted(self.in_flight)[:8]}, queued {sorted(self.queued)[:8]}")
+            raise ConservationError(
+                f"group {group_id} {event}, but it is not there to be: "
+                f"in flight {sorted(self.in_flight)[:8]}, queued {sorted(self.queued)[:8]}"
+            )
         place.remove(group_id)
 
     @property
@@ -79,12 +85,19 @@ class Ledger:
         return len(self.in_flight) + len(self.queued)
 
     def counts(self) -> dict[str, int]:
-        return {"admitted": self.admitted, "trained": self.trained, "filtered": sum(self.filtered.values()),
-                "in_flight": len(self.in_flight), "queued": len(self.queued)}
+        return {
+            "admitted": self.admitted,
+            "trained": self.trained,
+            "filtered": sum(self.filtered.values()),
+            "in_flight": len(self.in_flight),
+            "queued": len(self.queued),
+        }
 
     def check(self) -> None:
         """Raise ConservationError unless the books balance."""
         c = self.counts()
         if c["admitted"] != c["trained"] + c["filtered"] + c["in_flight"] + c["queued"]:
-            raise ConservationError(f"prompt groups are not conserved: {c}; in flight {sorted(self.in_flight)}, "
-                                    f"queued {sorted(self.queued)}")
+            raise ConservationError(
+                f"prompt groups are not conserved: {c}; in flight {sorted(self.in_flight)}, "
+                f"queued {sorted(self.queued)}"
+            )

@@ -68,9 +68,13 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInit, ObjectStoreUpdate]
     def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
         found = checksum(update_info.buffer)
         if found != update_info.digest:
-            raise WeightSyncError(f"bucket with {update_info.entries[0].name}: checksum {found}, "
-                                  f"the learner sent {update_info.digest}")
-        self.model.load_weights([(e.name, view(update_info.buffer, e).to(self.device)) for e in update_info.entries])
+            raise WeightSyncError(
+                f"bucket with {update_info.entries[0].name}: checksum {found}, "
+                f"the learner sent {update_info.digest}"
+            )
+        self.model.load_weights(
+            [(e.name, view(update_info.buffer, e).to(self.device)) for e in update_info.entries]
+        )
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

@@ -27,14 +27,26 @@ from tests.flow.test_loop import QUIET, Run, Starter
 from tests.processes import title
 
 # Classes of the actors. The workers of the reward service are children of its actor.
-CLASSES = {"generator": "Generator", "reference": "Reference", "rewards": "RewardService", "learner": "LearnerRank",
-           "rollout_writer": "RolloutWriter"}
+CLASSES = {
+    "generator": "Generator",
+    "reference": "Reference",
+    "rewards": "RewardService",
+    "learner": "LearnerRank",
+    "rollout_writer": "RolloutWriter",
+}
 KINDS = (*CLASSES, "reward_worker")
-PAUSE_S = 0.5  # longest time from a step's end to the kill: about a step, so that every phase is hit
+PAUSE_S = (
+    0.5  # longest time from a step's end to the kill: about a step, so that every phase is hit
+)
 WAIT_S = 60.0
 # A constant rate, so that the first steps of a run do not depend on how many follow.
 ARGS = [*QUIET, "optimizer.decay=constant", "checkpoint.every=1", "logging.rollouts=-1"]
-PATIENT = ["generator.restarts=1000", "learner.restarts=1000", "cluster.restarts=1000", "cluster.restart_backoff_s=0"]
+PATIENT = [
+    "generator.restarts=1000",
+    "learner.restarts=1000",
+    "cluster.restarts=1000",
+    "cluster.restart_backoff_s=0",
+]
 
 
 def victims(run: Run, kind: str) -> list[psutil.Process]:
@@ -57,7 +69,9 @@ def leads_a_session(pid: int) -> bool:
         return False
 
 
-def strike(run: Run, kind: str, rng: random.Random, how: signal.Signals = signal.SIGKILL) -> psutil.Process:
+def strike(
+    run: Run, kind: str, rng: random.Random, how: signal.Signals = signal.SIGKILL
+) -> psutil.Process:
     """Send a signal to one process of this kind, as soon as there is one."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
@@ -100,7 +114,11 @@ def differences(quiet: Run, run: Run) -> list[str]:
     ours, theirs = run.rollouts(), quiet.rollouts()
     if len(ours) != len(theirs):
         found.append(f"{len(ours)} files of rollouts, quiet {len(theirs)}")
-    found += [f"rollouts of step {i}" for i, (a, b) in enumerate(zip(ours, theirs, strict=False), 1) if not a.equals(b)]
+    found += [
+        f"rollouts of step {i}"
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=False), 1)
+        if not a.equals(b)
+    ]
     for name in ("reward/mean", "actor/loss", "actor/grad_norm", "training/policy_version"):
         if quiet.metrics(name) != run.metrics(name):
             found.append(f"metric {name}")
@@ -110,7 +128,9 @@ def differences(quiet: Run, run: Run) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -129,8 +149,9 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def compare(start: Starter, kinds: list[str], rng: random.Random,
-            steps: list[str]) -> tuple[dict[str, Any], list[str]]:
+def compare(
+    start: Starter, kinds: list[str], rng: random.Random, steps: list[str]
+) -> tuple[dict[str, Any], list[str]]:
     """Both runs; (what happened, what is wrong)."""
     runs, walls = {}, {}
     for name in ("quiet", "chaos"):
@@ -144,9 +165,13 @@ def compare(start: Starter, kinds: list[str], rng: random.Random,
             return {"run": name, "exit status": code}, [run.output]
     left = run.titles()
     problems = [*differences(runs["quiet"], run), *(f"left behind: {p}" for p in left)]
-    return {"kills": dict(Counter(kinds)), "replaced": dict(replaced(run)), "exit status": code,
-            "groups": run.summary()["groups"],
-            "wall": ", ".join(f"{name} {s:.0f} s" for name, s in walls.items())}, problems
+    return {
+        "kills": dict(Counter(kinds)),
+        "replaced": dict(replaced(run)),
+        "exit status": code,
+        "groups": run.summary()["groups"],
+        "wall": ", ".join(f"{name} {s:.0f} s" for name, s in walls.items()),
+    }, problems
 
 
 if __name__ == "__main__":

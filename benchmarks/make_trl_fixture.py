@@ -1,4 +1,4 @@
-"""Record what TRL's GRPO losses give on small seeded tensors, for tests/unit/test_losses.py.
+"""Record what TRL's GRPO losses give on small seeded tensors, for tests/unit/learner/test_losses.py.
 
 TRL is no dependency of Volley. Run this in an environment that has it:
 
@@ -27,10 +27,23 @@ BATCH, LENGTH, MAX_LENGTH = 6, 7, 16
 CASES = {
     "grpo": (
         {"loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.04},
-        {"loss": "ppo_clip", "normaliser": "sequence_mean", "eps_low": 0.2, "eps_high": 0.2, "beta": 0.04, "kl": "k3"},
+        {
+            "loss": "ppo_clip",
+            "normaliser": "sequence_mean",
+            "eps_low": 0.2,
+            "eps_high": 0.2,
+            "beta": 0.04,
+            "kl": "k3",
+        },
     ),
     "grpo_k3_iw": (
-        {"loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.04, "use_bias_correction_kl": True},
+        {
+            "loss_type": "grpo",
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.2,
+            "beta": 0.04,
+            "use_bias_correction_kl": True,
+        },
         {
             "loss": "ppo_clip",
             "normaliser": "sequence_mean",
@@ -42,11 +55,29 @@ CASES = {
     ),
     "grpo_two_sided": (
         {"loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "delta": 1.5},
-        {"loss": "ppo_clip", "normaliser": "sequence_mean", "eps_low": 0.2, "eps_high": 0.2, "dual_clip": 1.5},
+        {
+            "loss": "ppo_clip",
+            "normaliser": "sequence_mean",
+            "eps_low": 0.2,
+            "eps_high": 0.2,
+            "dual_clip": 1.5,
+        },
     ),
     "grpo_tis": (
-        {"loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.04, "tis_cap": 1.2},
-        {"loss": "ppo_clip", "normaliser": "sequence_mean", "beta": 0.04, "kl": "k3", "tis_cap": 1.2},
+        {
+            "loss_type": "grpo",
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.2,
+            "beta": 0.04,
+            "tis_cap": 1.2,
+        },
+        {
+            "loss": "ppo_clip",
+            "normaliser": "sequence_mean",
+            "beta": 0.04,
+            "kl": "k3",
+            "tis_cap": 1.2,
+        },
     ),
     "dapo": (
         {"loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": 0.28},
@@ -63,11 +94,20 @@ CASES = {
         },
     ),
     "gspo": (
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 0.03,
+            "epsilon_high": 0.04,
+        },
         {"loss": "gspo", "normaliser": "sequence_mean", "eps_low": 0.03, "eps_high": 0.04},
     ),
     "cispo": (
-        {"loss_type": "cispo", "epsilon_low": 1.0, "epsilon_high": 1.3},  # TRL: the cap itself, no lower bound
+        {
+            "loss_type": "cispo",
+            "epsilon_low": 1.0,
+            "epsilon_high": 1.3,
+        },  # TRL: the cap itself, no lower bound
         {"loss": "cispo", "normaliser": "token_mean", "eps_low": 1.0, "eps_high": 0.3},
     ),
 }
@@ -121,7 +161,10 @@ def run_trl(settings: dict, data: dict[str, torch.Tensor]) -> tuple[float, list[
         "completion_mask": data["mask"],
     }
     inputs |= {k: data[k] for k in ("advantages",)} | {"num_items_in_batch": data["mask"].sum()}
-    inputs |= {"old_per_token_logps": data["old_logprobs"], "ref_per_token_logps": data["ref_logprobs"]}
+    inputs |= {
+        "old_per_token_logps": data["old_logprobs"],
+        "ref_per_token_logps": data["ref_logprobs"],
+    }
     if cap is not None:
         ratio = torch.exp(data["old_logprobs"] - data["behaviour_logprobs"])
         inputs["importance_sampling_ratio"] = torch.clamp(ratio, max=cap)
@@ -136,7 +179,11 @@ def main(path: str) -> None:
     for name, (theirs, ours) in CASES.items():
         loss, gradient = run_trl(theirs, data)
         cases[name] = {"trl": theirs, "volley": ours, "loss": loss, "gradient": gradient}
-    record = {"trl": trl.__version__, "torch": torch.__version__, "inputs": {k: v.tolist() for k, v in data.items()}}
+    record = {
+        "trl": trl.__version__,
+        "torch": torch.__version__,
+        "inputs": {k: v.tolist() for k, v in data.items()},
+    }
     Path(path).write_text(json.dumps(record | {"cases": cases}, indent=1) + "\n")
 
 

@@ -20,13 +20,15 @@ from typing import Any
 
 from benchmarks.reward_items import adversarial, ordinary
 from benchmarks.run import RESULTS, commit, machine
-from reward_service.grading import gold_text
+from reward_service.math.grading import gold_text
 from reward_service.pool import RewardPool
-from reward_service.rules import RewardItem, answer_block
+from reward_service.rules.rules import RewardItem, answer_block
 
 CONFIG = {"rules": {"accuracy": 1.0, "format": 1.0}, "timeout_s": 5.0}
-FRESH = ("import sys; from math_verify import parse, verify\n"
-         "print(verify(parse(sys.argv[1]), parse(sys.argv[2])))")
+FRESH = (
+    "import sys; from math_verify import parse, verify\n"
+    "print(verify(parse(sys.argv[1]), parse(sys.argv[2])))"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -48,7 +50,13 @@ def in_process(items: list[RewardItem]) -> None:
 def fresh_process(items: list[RewardItem]) -> None:
     """math-verify in a new interpreter for each item."""
     for item in items:
-        command = [sys.executable, "-c", FRESH, f"${gold_text(item.gold)}$", f"${answer_block(item.response)}$"]
+        command = [
+            sys.executable,
+            "-c",
+            FRESH,
+            f"${gold_text(item.gold)}$",
+            f"${answer_block(item.response)}$",
+        ]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 
@@ -73,9 +81,12 @@ def throughput(rounds: int, workers: int) -> dict[str, Any]:
             rates["in_process"].append(rate(in_process, ordinary(100, 8, turn)))
             rates["fresh_process"].append(rate(fresh_process, ordinary(4, 1, turn)))
     median = {name: round(statistics.median(values), 2) for name, values in rates.items()}
-    return {"workers": workers, "items_per_s": median,
-            "pool_over_in_process": round(median["pool"] / median["in_process"], 2),
-            "pool_over_fresh_process": round(median["pool"] / median["fresh_process"], 1)}
+    return {
+        "workers": workers,
+        "items_per_s": median,
+        "pool_over_in_process": round(median["pool"] / median["in_process"], 2),
+        "pool_over_fresh_process": round(median["pool"] / median["fresh_process"], 1),
+    }
 
 
 def attack(count: int, seed: int, workers: int) -> dict[str, Any]:
@@ -90,9 +101,19 @@ def attack(count: int, seed: int, workers: int) -> dict[str, Any]:
             wrong += result.status == "ok" and result.parts["accuracy"] != case.accuracy
         deaths = pool.counts["worker_deaths"]
     cuts = statistics.quantiles(waits, n=1000)
-    return {"items": count, "seed": seed, "statuses": dict(statuses), "wrong": wrong, "worker_deaths": deaths,
-            "items_per_s": round(1000 * count / sum(waits), 1),
-            "latency_ms": {"p50": round(cuts[499], 2), "p99": round(cuts[989], 2), "max": round(max(waits), 1)}}
+    return {
+        "items": count,
+        "seed": seed,
+        "statuses": dict(statuses),
+        "wrong": wrong,
+        "worker_deaths": deaths,
+        "items_per_s": round(1000 * count / sum(waits), 1),
+        "latency_ms": {
+            "p50": round(cuts[499], 2),
+            "p99": round(cuts[989], 2),
+            "max": round(max(waits), 1),
+        },
+    }
 
 
 def main() -> None:
@@ -102,9 +123,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
-    record = {"command": f"python -m benchmarks.rewards {' '.join(sys.argv[1:])}".strip(), "commit": commit(),
-              "machine": machine(), "ordinary": throughput(args.rounds, args.workers),
-              "adversarial": attack(args.items, args.seed, args.workers)}
+    record = {
+        "command": f"python -m benchmarks.rewards {' '.join(sys.argv[1:])}".strip(),
+        "commit": commit(),
+        "machine": machine(),
+        "ordinary": throughput(args.rounds, args.workers),
+        "adversarial": attack(args.items, args.seed, args.workers),
+    }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "rewards.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))

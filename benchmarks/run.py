@@ -25,24 +25,41 @@ def machine() -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     model = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").is_file():
-        names = [t.partition(":")[2].strip() for t in open("/proc/cpuinfo") if t.startswith("model name")]
+        names = [
+            t.partition(":")[2].strip() for t in open("/proc/cpuinfo") if t.startswith("model name")
+        ]
         model = names[0] if names else model
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
 
 
 def commit() -> str:
     """Short hash, with + where the working tree differs from it."""
 
     def git(*command: str) -> str:
-        return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *command], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    return git("rev-parse", "--short", "HEAD") + (
+        "+" if git("status", "--porcelain", "-uno") else ""
+    )
 
 
 def train(experiment: str, seed: int, extra: list[str]) -> dict[str, Any]:
     """One run; its summary.json. Raises CalledProcessError where the run fails."""
     run_dir = ROOT / "outputs" / f"bench-{experiment}-seed{seed}-{os.getpid()}"
-    command = [sys.executable, "-m", "learner.main", f"experiment={experiment}", f"seed={seed}", f"run_dir={run_dir}"]
+    command = [
+        sys.executable,
+        "-m",
+        "learner.main",
+        f"experiment={experiment}",
+        f"seed={seed}",
+        f"run_dir={run_dir}",
+    ]
     print("bench:", shlex.join(command[1:] + extra), flush=True)
     subprocess.run(command + extra, cwd=ROOT, check=True)
     return json.loads((run_dir / "summary.json").read_text())
@@ -51,8 +68,14 @@ def train(experiment: str, seed: int, extra: list[str]) -> dict[str, Any]:
 def markdown(record: dict[str, Any]) -> str:
     """The record as a table: a row a seed, before -> after in each cell."""
     machine = record["machine"]
-    lines = [f"`{record['command']}` at {record['commit']}, {machine['cores']} x {machine['cpu']}", ""]
-    lines += ["| seed | " + " | ".join(MEASURES) + " | run | tokens/s |", "| --- " * (len(MEASURES) + 3) + "|"]
+    lines = [
+        f"`{record['command']}` at {record['commit']}, {machine['cores']} x {machine['cpu']}",
+        "",
+    ]
+    lines += [
+        "| seed | " + " | ".join(MEASURES) + " | run | tokens/s |",
+        "| --- " * (len(MEASURES) + 3) + "|",
+    ]
     for run in record["runs"]:
         cells = []
         for name in MEASURES:

@@ -38,8 +38,15 @@ def process_env(gpus: float = 0.0) -> dict[str, str]:
 
 def generator_env(kv_cache_gib: float, gpus: float = 0.0) -> dict[str, str]:
     """Variables for the process that owns a vLLM engine; `kv_cache_gib` is the size of its cache on a CPU, in GiB."""
-    defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine lives in the actor: one process, one deadline
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
+    }  # the engine lives in the actor: one process, one deadline
     if gpus == 0:
         # vLLM takes whole GiB. Compiling the log-prob gather costs 6-12 s at the first step and gains nothing here.
-        defaults |= {"VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))), "TORCHDYNAMO_DISABLE": "1"}
-    return process_env(gpus) | {name: os.environ.get(name, value) for name, value in defaults.items()}
+        defaults |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))),
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    return process_env(gpus) | {
+        name: os.environ.get(name, value) for name, value in defaults.items()
+    }

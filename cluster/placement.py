@@ -34,15 +34,25 @@ class Bundle:
 
 
 def bundles(cfg: Any) -> list[Bundle]:
-    """One for each actor of the run that reserves something. `cfg`: learner.config.Config."""
+    """One for each actor of the run that reserves something. `cfg`: conf.schema.Config."""
     rl, rm = cfg.generates, cfg.reward_model
     training = cfg.stage == "reward_model" or bool(rm.refresh and (rm.every or rm.initial))
-    counts = {"learner": (cfg.learner.ranks * (rl or cfg.stage == "pretrain"), cfg.learner.cpus, cfg.learner.gpus),
-              "reward_learner": (cfg.learner.ranks * training, cfg.learner.cpus, cfg.learner.gpus),
-              "reward_model": (rm.count * bool(rl and cfg.reward.models), rm.cpus, rm.gpus),
-              "generator": (cfg.generator.count * rl, cfg.generator.cpus, cfg.generator.gpus),
-              "reference": (cfg.reference.count * has_reference(cfg), cfg.reference.cpus, cfg.reference.gpus),
-              "rewards": (int(rl), REWARDS_CPUS, 0.0)}
+    counts = {
+        "learner": (
+            cfg.learner.ranks * (rl or cfg.stage == "pretrain"),
+            cfg.learner.cpus,
+            cfg.learner.gpus,
+        ),
+        "reward_learner": (cfg.learner.ranks * training, cfg.learner.cpus, cfg.learner.gpus),
+        "reward_model": (rm.count * bool(rl and cfg.reward.models), rm.cpus, rm.gpus),
+        "generator": (cfg.generator.count * rl, cfg.generator.cpus, cfg.generator.gpus),
+        "reference": (
+            cfg.reference.count * has_reference(cfg),
+            cfg.reference.cpus,
+            cfg.reference.gpus,
+        ),
+        "rewards": (int(rl), REWARDS_CPUS, 0.0),
+    }
     found = []
     for role, (count, cpus, gpus) in counts.items():
         named = {"CPU": cpus, "GPU": gpus} | dict(cfg.cluster.resources.get(role, {}))
@@ -53,14 +63,22 @@ def bundles(cfg: Any) -> list[Bundle]:
 
 def check(resources: Mapping[str, Any]) -> None:
     """Raises ConfigError where cluster.resources names no role, or no positive amounts."""
-    from learner.config import ConfigError
+    from conf.schema import ConfigError
 
     for role, named in resources.items():
-        if role not in ROLES or not isinstance(named, dict) or {"CPU", "GPU"} & set(named) or not all(
-                isinstance(v, int | float) and v > 0 for v in named.values()):
-            raise ConfigError("cluster.resources", f"{{{role}: {named}}}", f"expected a role ({', '.join(ROLES)}) and "
-                              "amounts above 0 of resources that nodes were started with: {generator: {big: 1}}",
-                              "CPUs and GPUs are set by ROLE.cpus and ROLE.gpus.")
+        if (
+            role not in ROLES
+            or not isinstance(named, dict)
+            or {"CPU", "GPU"} & set(named)
+            or not all(isinstance(v, int | float) and v > 0 for v in named.values())
+        ):
+            raise ConfigError(
+                "cluster.resources",
+                f"{{{role}: {named}}}",
+                f"expected a role ({', '.join(ROLES)}) and "
+                "amounts above 0 of resources that nodes were started with: {generator: {big: 1}}",
+                "CPUs and GPUs are set by ROLE.cpus and ROLE.gpus.",
+            )
 
 
 def total(amounts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -68,17 +86,30 @@ def total(amounts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     summed: Counter[str] = Counter()
     for each in amounts:
         summed.update(each)
-    return {name: summed[name] for name in sorted(summed, key=lambda n: (n not in ("CPU", "GPU"), n))}
+    return {
+        name: summed[name] for name in sorted(summed, key=lambda n: (n not in ("CPU", "GPU"), n))
+    }
 
 
-def shortage(wanted: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], free: Mapping[str, float],
-             strategy: str = "PACK") -> str:
+def shortage(
+    wanted: Sequence[Bundle],
+    nodes: Sequence[Mapping[str, float]],
+    free: Mapping[str, float],
+    strategy: str = "PACK",
+) -> str:
     """Need and have. `nodes`: all that each has; `free`: what is free of all of it together."""
     need = total([b.resources for b in wanted])
     parts = ", ".join(f"{n} x {role} ({show(resources)})" for role, resources, n in _alike(wanted))
-    lacking = {name: value - free.get(name, 0.0) for name, value in need.items() if free.get(name, 0.0) + 1e-9 < value}
-    why = f"short of {show(lacking)}" if lacking else (
-        f"that much is free, but not where the parts and cluster.strategy={strategy} want it")
+    lacking = {
+        name: value - free.get(name, 0.0)
+        for name, value in need.items()
+        if free.get(name, 0.0) + 1e-9 < value
+    }
+    why = (
+        f"short of {show(lacking)}"
+        if lacking
+        else (f"that much is free, but not where the parts and cluster.strategy={strategy} want it")
+    )
     each = [show({name: node.get(name, 0.0) for name in need}) for node in nodes[:NODES_SHOWN]]
     each += [f"{len(nodes) - NODES_SHOWN} more"] * (len(nodes) > NODES_SHOWN)
     left = show({name: free.get(name, 0.0) for name in need})
@@ -91,8 +122,10 @@ def show(resources: Mapping[str, float]) -> str:
 
 def _alike(wanted: Sequence[Bundle]) -> list[tuple[str, dict[str, float], int]]:
     """(role, resources of one, how many)"""
-    return [(role, next(b.resources for b in wanted if b.role == role), n)
-            for role, n in Counter(b.role for b in wanted).items()]
+    return [
+        (role, next(b.resources for b in wanted if b.role == role), n)
+        for role, n in Counter(b.role for b in wanted).items()
+    ]
 
 
 # ---- with Ray ------------------------------------------------------------------------------------------------
@@ -108,16 +141,24 @@ def reserve(cfg: Any) -> str:
     deadline = time.monotonic() + cfg.cluster.wait_s
     told = False
     while not group.wait(timeout_seconds=max(0.1, min(5.0, deadline - time.monotonic()))):
-        missing = shortage(wanted, [n["Resources"] for n in ray.nodes() if n["Alive"]], ray.available_resources(),
-                           cfg.cluster.strategy)
+        missing = shortage(
+            wanted,
+            [n["Resources"] for n in ray.nodes() if n["Alive"]],
+            ray.available_resources(),
+            cfg.cluster.strategy,
+        )
         if time.monotonic() >= deadline:
             ray.util.remove_placement_group(group)
             raise PlacementError(
                 f"no room on the cluster within cluster.wait_s={cfg.cluster.wait_s:g} s: the run {missing} Lower "
                 "generator.count, learner.ranks or their cpus and gpus, add nodes, or raise cluster.wait_s where "
-                "an autoscaler brings some.")
+                "an autoscaler brings some."
+            )
         if not told:
-            print(f"volley: waiting for room, at most {cfg.cluster.wait_s:g} s: the run {missing}", flush=True)
+            print(
+                f"volley: waiting for room, at most {cfg.cluster.wait_s:g} s: the run {missing}",
+                flush=True,
+            )
             told = True
     _reserved.update(group=group, bundles={(b.role, b.index): i for i, b in enumerate(wanted)})
     names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -126,15 +167,23 @@ def reserve(cfg: Any) -> str:
     places: dict[str, list[str]] = {}
     for i, node in sorted(ray.util.placement_group_table(group)["bundles_to_node_id"].items()):
         places.setdefault(node, []).append(f"{wanted[i].role}-{wanted[i].index}")
-    return "; ".join(f"{names[node]} ({node[:6]}): {', '.join(roles)}" for node, roles in places.items())
+    return "; ".join(
+        f"{names[node]} ({node[:6]}): {', '.join(roles)}" for node, roles in places.items()
+    )
 
 
 def options(cfg: Any, role: str, index: int) -> dict[str, Any]:
     """For actor.options(): what this actor reserves, and its place where one is reserved for it."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    named = dict(next((b.resources for b in bundles(cfg) if (b.role, b.index) == (role, index)), {}))
-    found: dict[str, Any] = {"num_cpus": named.pop("CPU", 0), "num_gpus": named.pop("GPU", 0), "resources": named}
+    named = dict(
+        next((b.resources for b in bundles(cfg) if (b.role, b.index) == (role, index)), {})
+    )
+    found: dict[str, Any] = {
+        "num_cpus": named.pop("CPU", 0),
+        "num_gpus": named.pop("GPU", 0),
+        "resources": named,
+    }
     place = _reserved["bundles"].get((role, index))
     if place is not None:
         found["scheduling_strategy"] = PlacementGroupSchedulingStrategy(_reserved["group"], place)

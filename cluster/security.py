@@ -16,8 +16,10 @@ from typing import Any
 HIDDEN = "(hidden)"
 _WORDS = r"(?:token|secret|password|passwd|credentials?|authorization|api[_-]?key)"
 _SECRET = re.compile(rf"(?:^|[_-]){_WORDS}$", re.IGNORECASE)
-_GIVEN = re.compile(rf"""(?<![\w-])((?:[\w-]*[_-])?{_WORDS}['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^,}}\]]+)""",
-                    re.IGNORECASE)
+_GIVEN = re.compile(
+    rf"""(?<![\w-])((?:[\w-]*[_-])?{_WORDS}['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^,}}\]]+)""",
+    re.IGNORECASE,
+)
 _USERINFO = re.compile(r"(\w://)[^/@\s]+@")
 
 
@@ -39,7 +41,9 @@ def redact_text(text: str) -> str:
 
 def token_file() -> Path:
     """Where Ray looks for its token when RAY_AUTH_TOKEN is not set."""
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").expanduser()
+    return Path(
+        os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
+    ).expanduser()
 
 
 def token_source() -> str:
@@ -74,4 +78,6 @@ def secure_local_cluster() -> None:
 
 def token() -> str:
     """Ray's token itself, "" where there is none."""
-    return os.environ.get("RAY_AUTH_TOKEN") or (token_file().read_text().strip() if token_source() else "")
+    return os.environ.get("RAY_AUTH_TOKEN") or (
+        token_file().read_text().strip() if token_source() else ""
+    )

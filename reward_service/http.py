@@ -25,7 +25,9 @@ class RewardHTTP:
     async def __call__(self, request: Request) -> Response:
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self.token):
-            return JSONResponse({"error": "missing or wrong token; send Authorization: Bearer TOKEN"}, 401)
+            return JSONResponse(
+                {"error": "missing or wrong token; send Authorization: Bearer TOKEN"}, 401
+            )
         if request.method == "GET" and request.url.path == "/stats":
             return JSONResponse(self.pool.report())
         if request.method != "POST" or request.url.path != "/score":
@@ -42,12 +44,26 @@ class RewardHTTP:
         except (ValueError, KeyError, TypeError) as error:
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
         results = await asyncio.to_thread(self.pool.score, items)
-        rows = [{**result_row(item, result), "reward": result.total if result.status == "ok" else None,
-                 "parts": result.parts} for item, result in zip(items, results, strict=True)]
-        return Response(json.dumps(rows), media_type="application/json")  # ASCII: lone surrogates stay escaped
+        rows = [
+            {
+                **result_row(item, result),
+                "reward": result.total if result.status == "ok" else None,
+                "parts": result.parts,
+            }
+            for item, result in zip(items, results, strict=True)
+        ]
+        return Response(
+            json.dumps(rows), media_type="application/json"
+        )  # ASCII: lone surrogates stay escaped
 
 
 def deployment(config: Mapping[str, Any], workers: int, token: str) -> Any:
     """The Serve application; more than 64 requests waiting are refused by Serve with status 503."""
-    return serve.deployment(RewardHTTP, name="RewardHTTP", num_replicas=1, max_ongoing_requests=16,
-                            max_queued_requests=64, ray_actor_options={"num_cpus": 0}).bind(config, workers, token)
+    return serve.deployment(
+        RewardHTTP,
+        name="RewardHTTP",
+        num_replicas=1,
+        max_ongoing_requests=16,
+        max_queued_requests=64,
+        ray_actor_options={"num_cpus": 0},
+    ).bind(config, workers, token)

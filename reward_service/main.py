@@ -18,13 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from reward_service.pool import RewardPool
-from reward_service.rules import RewardItem, RewardResult, format_reward
+from reward_service.rules.rules import RewardItem, RewardResult, format_reward
 
 DEFAULT_RULES = {"rules": {"accuracy": 1.0, "format": 1.0}, "timeout_s": 10.0}
 BLOCK = 2048  # items read and graded at a time
 MAX_BODY = 64 * 2**20  # bytes of one HTTP request
-_FIELDS = {"id": str, "completion": str, "gold": str, "prefill": str, "task": str, "prompt": str, "data_source": str,
-           "repeat": dict, "completion_tokens": int, "max_tokens": int, "truncated": bool}
+_FIELDS = {
+    "id": str,
+    "completion": str,
+    "gold": str,
+    "prefill": str,
+    "task": str,
+    "prompt": str,
+    "data_source": str,
+    "repeat": dict,
+    "completion_tokens": int,
+    "max_tokens": int,
+    "truncated": bool,
+}
 
 
 def item_of(row: Any, where: str, number: int = 0) -> RewardItem:
@@ -33,17 +44,30 @@ def item_of(row: Any, where: str, number: int = 0) -> RewardItem:
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
     for column in ("completion", "gold"):
         if column not in row:
-            raise ValueError(f"{where}: column {column!r} is missing; it has {', '.join(map(repr, row)) or 'none'}")
+            raise ValueError(
+                f"{where}: column {column!r} is missing; it has {', '.join(map(repr, row)) or 'none'}"
+            )
     for column, kind in _FIELDS.items():
         if row.get(column) is not None and not isinstance(row[column], kind):
-            raise ValueError(f"{where}: column {column!r} is {row[column]!r:.80}; expected {kind.__name__}")
+            raise ValueError(
+                f"{where}: column {column!r} is {row[column]!r:.80}; expected {kind.__name__}"
+            )
     repeat = row.get("repeat") or {}
-    text = ((row.get("prefill") or "") + row["completion"] + repeat.get("text", "") * int(repeat.get("times", 0))
-            + repeat.get("then", ""))
+    text = (
+        (row.get("prefill") or "")
+        + row["completion"]
+        + repeat.get("text", "") * int(repeat.get("times", 0))
+        + repeat.get("then", "")
+    )
     extra = {key: value for key, value in row.items() if key not in _FIELDS}
-    plain = {key: row[key] for key in ("task", "prompt", "data_source", "completion_tokens", "max_tokens", "truncated")
-             if row.get(key) is not None}
-    return RewardItem(id=row.get("id") or str(number), response=text, gold=row["gold"] or "", extra=extra, **plain)
+    plain = {
+        key: row[key]
+        for key in ("task", "prompt", "data_source", "completion_tokens", "max_tokens", "truncated")
+        if row.get(key) is not None
+    }
+    return RewardItem(
+        id=row.get("id") or str(number), response=text, gold=row["gold"] or "", extra=extra, **plain
+    )
 
 
 def read_items(path: Path) -> Iterator[RewardItem]:
@@ -65,8 +89,14 @@ def read_items(path: Path) -> Iterator[RewardItem]:
 
 def result_row(item: RewardItem, result: RewardResult) -> dict[str, Any]:
     """What is printed and sent: accuracy is null if it was not determined (any status but ok)."""
-    return {"id": item.id, "accuracy": result.parts.get("accuracy"), "format": format_reward(item.response),
-            "status": result.status, "extracted": result.extracted, "reason": result.reason}
+    return {
+        "id": item.id,
+        "accuracy": result.parts.get("accuracy"),
+        "format": format_reward(item.response),
+        "status": result.status,
+        "extracted": result.extracted,
+        "reason": result.reason,
+    }
 
 
 def load_config(path: str | None) -> dict[str, Any]:
@@ -102,7 +132,9 @@ def read_token(path: str | None) -> str:
             file.write(token + "\n")
         print(f"wrote a new token to {path}", file=sys.stderr)
     if len(token) < 16:
-        raise ValueError("the reward token is shorter than 16 characters; expected a long random string")
+        raise ValueError(
+            "the reward token is shorter than 16 characters; expected a long random string"
+        )
     return token
 
 
@@ -114,7 +146,9 @@ def serve(args: argparse.Namespace) -> None:
     from reward_service.http import deployment
 
     token, config = read_token(args.token_file), load_config(args.config)
-    ray.init(address=args.address, ignore_reinit_error=True, include_dashboard=False, log_to_driver=True)
+    ray.init(
+        address=args.address, ignore_reinit_error=True, include_dashboard=False, log_to_driver=True
+    )
     ray_serve.start(http_options={"host": args.host, "port": args.port})
     ray_serve.run(deployment(config, args.workers, token), name="rewards", route_prefix="/")
     print(f"serving on http://{args.host}:{args.port}/score", file=sys.stderr, flush=True)
@@ -130,14 +164,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m reward_service.main", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("grade", help="grade a JSON-lines file of completions")
-    one.add_argument("--completions", required=True, help="file with id, completion, gold, ... per line")
+    one.add_argument(
+        "--completions", required=True, help="file with id, completion, gold, ... per line"
+    )
     two = commands.add_parser("serve", help="serve over HTTP with Ray Serve")
     two.add_argument("--host", default="127.0.0.1")
     two.add_argument("--port", type=int, default=8300)
     two.add_argument("--token-file", help="file with the token; made if there is none")
-    two.add_argument("--address", help="of a running Ray cluster; a local one is started without it")
+    two.add_argument(
+        "--address", help="of a running Ray cluster; a local one is started without it"
+    )
     for command in (one, two):
-        command.add_argument("--config", help="a file of conf/reward; accuracy and format without it")
+        command.add_argument(
+            "--config", help="a file of conf/reward; accuracy and format without it"
+        )
         command.add_argument("--workers", type=int, default=2, help="scoring processes")
     args = parser.parse_args(argv)
     try:

@@ -23,10 +23,12 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from reward_service import worker
-from reward_service.rules import RewardItem, RewardResult
+from reward_service.rules.rules import RewardItem, RewardResult
 
 DEPTH = 2  # items given to a worker: the one it is at, and one that waits in its pipe
-MAX_DEATHS = 3  # a worker that dies (not killed by us) while at an item: the item is tried this often in all
+MAX_DEATHS = (
+    3  # a worker that dies (not killed by us) while at an item: the item is tried this often in all
+)
 BURST = 16  # items waiting for each further worker that is started; items queued between wake-ups of the dispatcher
 TICK = 0.2  # seconds between looks at the lanes when nothing happens
 GRACE = 5.0  # seconds after a deadline at which pebble has not enforced it and the lane is given up
@@ -46,7 +48,9 @@ class _Job:
 class _Lane:
     """One worker. `jobs`: given and unanswered, oldest first, which is the one it works at since `since`."""
 
-    def __init__(self, cfg: Mapping[str, Any], context: worker.WorkerContext, events: queue.SimpleQueue):
+    def __init__(
+        self, cfg: Mapping[str, Any], context: worker.WorkerContext, events: queue.SimpleQueue
+    ):
         self.pool = ProcessPool(1, initializer=worker.start, initargs=(cfg,), context=context)
         self.events, self.jobs, self.ready, self.since = events, {}, False, time.monotonic()
         self._schedule(worker.problem)
@@ -79,19 +83,27 @@ class RewardPool:
     """
 
     def __init__(
-        self, reward_cfg: Mapping[str, Any], workers: int, start_timeout_s: float = 120.0, idle_s: float = 60.0
+        self,
+        reward_cfg: Mapping[str, Any],
+        workers: int,
+        start_timeout_s: float = 120.0,
+        idle_s: float = 60.0,
     ):
         self.cfg = {**dict(reward_cfg), "options": dict(reward_cfg.get("options") or {})}
         self.timeout_s = float(self.cfg.get("timeout_s", 10.0))
         if workers < 1 or not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"reward.workers={workers}, reward.timeout_s={self.timeout_s}: both must be positive")
+            raise ValueError(
+                f"reward.workers={workers}, reward.timeout_s={self.timeout_s}: both must be positive"
+            )
         self.max_workers, self.start_timeout_s, self.idle_s = workers, start_timeout_s, idle_s
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, RewardResult] = {}
         self._admit = threading.BoundedSemaphore(int(self.cfg["options"].get("max_pending", 4096)))
         self._queue: deque[_Job] = deque()
         self._lanes: list[_Lane] = []
-        self._events: queue.SimpleQueue = queue.SimpleQueue()  # (lane, finished future), or None to wake
+        self._events: queue.SimpleQueue = (
+            queue.SimpleQueue()
+        )  # (lane, finished future), or None to wake
         self._context = worker.WorkerContext()
         self._bad_starts, self._failure = 0, None
         self._closed = False
@@ -120,12 +132,18 @@ class RewardPool:
 
     def stats(self) -> dict[str, Any]:
         """Counts by status (and worker deaths and kills), and one example of each status other than ok."""
-        return {"counts": dict(self.counts), "examples": dict(self.examples), "workers": len(self._lanes),
-                "pending": len(self._queue) + sum(len(lane.jobs) for lane in list(self._lanes))}
+        return {
+            "counts": dict(self.counts),
+            "examples": dict(self.examples),
+            "workers": len(self._lanes),
+            "pending": len(self._queue) + sum(len(lane.jobs) for lane in list(self._lanes)),
+        }
 
     def report(self) -> dict[str, Any]:
         """stats() with the examples as text."""
-        examples = {status: f"item {result.id}: {result.reason}" for status, result in self.examples.items()}
+        examples = {
+            status: f"item {result.id}: {result.reason}" for status, result in self.examples.items()
+        }
         return {**self.stats(), "examples": examples}
 
     def close(self) -> None:
@@ -157,7 +175,9 @@ class RewardPool:
                             self._receive(*event)
                         event = self._events.get_nowait()
                 self._look_after()
-        except Exception as error:  # the waiting callers raise it; a silent dead thread would hang them
+        except (
+            Exception
+        ) as error:  # the waiting callers raise it; a silent dead thread would hang them
             self._failure = f"{type(error).__name__}: {error}"
             raise
         finally:
@@ -191,8 +211,12 @@ class RewardPool:
             job = lane.jobs.pop(future)
             if isinstance(error, TimeoutError):
                 self.counts["worker_kills"] += 1
-                self._fail(job, "timeout", f"not scored within reward.timeout_s={self.timeout_s:g} s; "
-                                           "its worker was killed")
+                self._fail(
+                    job,
+                    "timeout",
+                    f"not scored within reward.timeout_s={self.timeout_s:g} s; "
+                    "its worker was killed",
+                )
             elif error:
                 self._fail(job, "error", f"{type(error).__name__}: {error}"[:500])
             else:
@@ -224,8 +248,11 @@ class RewardPool:
             head.deaths += 1
             if head.deaths >= MAX_DEATHS:
                 jobs.remove(head)
-                self._fail(head, "error",
-                           f"the worker process died {head.deaths} times while scoring this item ({cause})")
+                self._fail(
+                    head,
+                    "error",
+                    f"the worker process died {head.deaths} times while scoring this item ({cause})",
+                )
         self._queue.extendleft(reversed(jobs))
 
     def _look_after(self) -> None:
@@ -235,7 +262,9 @@ class RewardPool:
             if not lane.pool.active:
                 self._bury(lane, None, "its pipe broke")
             elif not lane.ready and idle > self.start_timeout_s:
-                self._failure = f"no worker was ready within start_timeout_s={self.start_timeout_s:g} s"
+                self._failure = (
+                    f"no worker was ready within start_timeout_s={self.start_timeout_s:g} s"
+                )
             elif lane.jobs and idle > self.timeout_s + GRACE:
                 self._bury(lane, None, "it did not answer")
             elif lane.ready and not lane.jobs and len(self._lanes) > 1 and idle > self.idle_s:

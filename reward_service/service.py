@@ -9,10 +9,11 @@ import pyarrow as pa
 
 from actors.records import SCORED as REWARD
 from reward_service.pool import RewardPool, RewardPoolError
-from reward_service.rules import RewardItem, RewardResult
-from reward_service.steps import STEP_RULES, token_steps
+from reward_service.rules.rules import RewardItem, RewardResult
+from reward_service.step_labels.steps import STEP_RULES, token_steps
 
 __all__ = ["REWARD", "RewardItem", "RewardPool", "RewardPoolError", "RewardResult", "RewardService"]
+
 
 class RewardService:
     """Scores batches of rollouts; decodes sampled ids itself and never re-tokenises.
@@ -27,38 +28,64 @@ class RewardService:
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
         self.steps = STEP_RULES.get(reward_cfg.get("steps") or "")
         self.max_tokens = int((reward_cfg.get("options") or {}).get("max_tokens", 0))
-        self.pool = RewardPool(reward_cfg, workers if workers > 0 else int(reward_cfg.get("workers", 1)))
+        self.pool = RewardPool(
+            reward_cfg, workers if workers > 0 else int(reward_cfg.get("workers", 1))
+        )
 
     def __repr__(self) -> str:
         return "rewards"  # in the logs and on the dashboard
 
-    def score(self, rollouts: pa.RecordBatch, prompts: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+    def score(
+        self, rollouts: pa.RecordBatch, prompts: Sequence[Mapping[str, Any]]
+    ) -> pa.RecordBatch:
         """One row of REWARD per row of `rollouts`, in order. `prompts`: the Prompt fields of every prompt_id in it.
 
         Raises KeyError for a prompt_id that is not among `prompts`, RewardPoolError if workers cannot start.
         """
         by_id = {prompt["prompt_id"]: prompt for prompt in prompts}
-        rows = rollouts.select(["group_id", "prompt_id", "sample_index", "completion_ids", "finish_reason"]).to_pylist()
+        rows = rollouts.select(
+            ["group_id", "prompt_id", "sample_index", "completion_ids", "finish_reason"]
+        ).to_pylist()
         if missing := sorted({row["prompt_id"] for row in rows} - set(by_id)):
-            raise KeyError(f"rollouts name {len(missing)} prompt_ids that were not passed, such as {missing[0]!r}")
-        texts = self.tokenizer.batch_decode([row["completion_ids"] for row in rows], skip_special_tokens=True,
-                                            clean_up_tokenization_spaces=False)
-        results = self.pool.score([self._item(by_id[row["prompt_id"]], row, text)
-                                   for row, text in zip(rows, texts, strict=True)])
-        steps = [self._steps(by_id[row["prompt_id"]], row, text, result)
-                 for row, text, result in zip(rows, texts, results, strict=True)]
-        return pa.RecordBatch.from_pydict({
-            "group_id": rollouts.column("group_id"),
-            "sample_index": rollouts.column("sample_index"),
-            "reward": [result.total if result.status == "ok" else None for result in results],
-            "parts": [list(result.parts.items()) for result in results],
-            "accuracy": [result.parts.get("accuracy") for result in results],
-            "format": [result.parts.get("format") for result in results],
-            "status": [result.status for result in results],
-            **{name: [getattr(result, name).encode("utf-8", "replace").decode() for result in results]
-               for name in ("extracted", "reason")},  # lone surrogates are not valid in Arrow
-            "step_rewards": [rewards for rewards, _ in steps], "step_ends": [ends for _, ends in steps],
-        }, schema=REWARD)
+            raise KeyError(
+                f"rollouts name {len(missing)} prompt_ids that were not passed, such as {missing[0]!r}"
+            )
+        texts = self.tokenizer.batch_decode(
+            [row["completion_ids"] for row in rows],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        results = self.pool.score(
+            [
+                self._item(by_id[row["prompt_id"]], row, text)
+                for row, text in zip(rows, texts, strict=True)
+            ]
+        )
+        steps = [
+            self._steps(by_id[row["prompt_id"]], row, text, result)
+            for row, text, result in zip(rows, texts, results, strict=True)
+        ]
+        return pa.RecordBatch.from_pydict(
+            {
+                "group_id": rollouts.column("group_id"),
+                "sample_index": rollouts.column("sample_index"),
+                "reward": [result.total if result.status == "ok" else None for result in results],
+                "parts": [list(result.parts.items()) for result in results],
+                "accuracy": [result.parts.get("accuracy") for result in results],
+                "format": [result.parts.get("format") for result in results],
+                "status": [result.status for result in results],
+                **{
+                    name: [
+                        getattr(result, name).encode("utf-8", "replace").decode()
+                        for result in results
+                    ]
+                    for name in ("extracted", "reason")
+                },  # lone surrogates are not valid in Arrow
+                "step_rewards": [rewards for rewards, _ in steps],
+                "step_ends": [ends for _, ends in steps],
+            },
+            schema=REWARD,
+        )
 
     def _item(self, prompt: Mapping[str, Any], row: Mapping[str, Any], text: str) -> RewardItem:
         return RewardItem(
@@ -74,17 +101,22 @@ class RewardService:
             extra=dict(prompt.get("extra") or {}),
         )
 
-    def _steps(self, prompt: Mapping[str, Any], row: Mapping[str, Any], text: str,
-               result: RewardResult) -> tuple[list[float] | None, list[int] | None]:
+    def _steps(
+        self, prompt: Mapping[str, Any], row: Mapping[str, Any], text: str, result: RewardResult
+    ) -> tuple[list[float] | None, list[int] | None]:
         """(rewards, token indices) of the answer's steps; (None, None) where none are asked for or it is not ok."""
         if self.steps is None or result.status != "ok" or not row["completion_ids"]:
             return None, None
         prefill = prompt.get("prefill", "")
 
         def decode(ids: Sequence[int]) -> str:
-            return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return self.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
 
-        return token_steps(self.steps(prefill + text), len(prefill), row["completion_ids"], result.total, decode)
+        return token_steps(
+            self.steps(prefill + text), len(prefill), row["completion_ids"], result.total, decode
+        )
 
     def stats(self) -> dict[str, Any]:
         """Counts by status, worker deaths and kills, with one example (as text) of each status other than ok."""

@@ -20,10 +20,10 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from reward_service.rules import RewardItem, RewardResult, Scorer, score_safely
+from reward_service.rules.rules import RewardItem, RewardResult, Scorer, score_safely
 
 _START = threading.Lock()
-_IMPORTS = ["mpmath", "pebble", "reward_service.tasks", "reward_service.worker"]
+_IMPORTS = ["mpmath", "pebble", "reward_service.rules.tasks", "reward_service.worker"]
 _scorer: Scorer | None = None
 _problem: str | None = None
 
@@ -57,10 +57,18 @@ class WorkerContext(ForkServerContext):
 
     def __init__(self) -> None:
         super().__init__()
-        path = filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")])
-        ours = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path),
-                "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}  # its complaint when the caller is killed
-        if name := os.environ.get("VOLLEY_SEMAPHORES"):  # of a run that removes them if nobody else does
+        path = filter(
+            None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
+        )
+        ours = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
+        }  # its complaint when the caller is killed
+        if name := os.environ.get(
+            "VOLLEY_SEMAPHORES"
+        ):  # of a run that removes them if nobody else does
             multiprocessing.current_process()._config["semprefix"] = f"/{name}"
         with _START:
             before = {name: os.environ.get(name) for name in ours}

@@ -20,7 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if kind in KINDS:
             item.add_marker(getattr(pytest.mark, kind))
     # Fast tests first: a broken pure function is reported before any engine starts. The sort is stable.
-    items.sort(key=lambda item: order.get(item.path.resolve().relative_to(ROOT).parts[0], len(KINDS)))
+    items.sort(
+        key=lambda item: order.get(item.path.resolve().relative_to(ROOT).parts[0], len(KINDS))
+    )
 
 
 @pytest.fixture

@@ -28,15 +28,32 @@ class Page:
 
     def __init__(self, folder: Path, headers: dict[str, str]) -> None:
         self.process = subprocess.Popen(
-            [installed(), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-             "--hide-scrollbars", "--no-first-run", "--remote-debugging-port=0", f"--user-data-dir={folder}",
-             "--window-size=1600,1000", "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            [
+                installed(),
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--hide-scrollbars",
+                "--no-first-run",
+                "--remote-debugging-port=0",
+                f"--user-data-dir={folder}",
+                "--window-size=1600,1000",
+                "about:blank",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         word, deadline = folder / "DevToolsActivePort", time.monotonic() + START_S
         while not (word.is_file() and word.read_text().strip()):
-            assert self.process.poll() is None and time.monotonic() < deadline, "the browser did not start"
+            assert self.process.poll() is None and time.monotonic() < deadline, (
+                "the browser did not start"
+            )
             time.sleep(0.1)
         port = word.read_text().split()[0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=ANSWER_S) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/json/list", timeout=ANSWER_S
+        ) as answer:
             target = next(t for t in json.load(answer) if t["type"] == "page")
         self.socket = connect(target["webSocketDebuggerUrl"], max_size=None, open_timeout=ANSWER_S)
         self.ids = itertools.count(1)
@@ -57,7 +74,9 @@ class Page:
         self.ask("Page.navigate", url=address)
 
     def text(self) -> str:
-        return self.ask("Runtime.evaluate", expression="document.body?.innerText ?? ''")["result"]["value"]
+        return self.ask("Runtime.evaluate", expression="document.body?.innerText ?? ''")["result"][
+            "value"
+        ]
 
     def picture(self) -> bytes:
         """PNG"""

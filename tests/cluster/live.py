@@ -32,23 +32,47 @@ class Place:
     """A folder for Ray and for runs, a token and environment variables, apart from whatever else runs here."""
 
     def __init__(self, **variables: str) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="v", dir="/tmp"))  # short: Ray's sockets lie in it
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="v", dir="/tmp")
+        )  # short: Ray's sockets lie in it
         self.token = uuid.uuid4().hex * 2
         (self.folder / "token").write_text(self.token)
         self.mark = uuid.uuid4().hex
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VOLLEY_"))} | {
-            "RAY_TMPDIR": str(self.folder), "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"), MARK: self.mark,
-            "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}", **variables}
+        self.env = {
+            k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VOLLEY_"))
+        } | {
+            "RAY_TMPDIR": str(self.folder),
+            "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
+            MARK: self.mark,
+            "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            **variables,
+        }
 
-    def run(self, *command: str, seconds: float = WAIT_S, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=ROOT, env=self.env | variables, text=True, timeout=seconds,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    def run(
+        self, *command: str, seconds: float = WAIT_S, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env=self.env | variables,
+            text=True,
+            timeout=seconds,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def start(self, name: str, *command: str, **variables: str) -> Program:
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
-            process = subprocess.Popen(command, cwd=ROOT, env=self.env | variables, stdin=subprocess.PIPE, stdout=out,
-                                       stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self.env | variables,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         return Program(process, log)
 
     def processes(self) -> list[psutil.Process]:
@@ -75,8 +99,12 @@ class Program:
         self.process.stdin.flush()
 
 
-def until(condition: Callable[[], Any], what: str, shown: Callable[[], Any] = lambda: "",
-          seconds: float = WAIT_S) -> Any:
+def until(
+    condition: Callable[[], Any],
+    what: str,
+    shown: Callable[[], Any] = lambda: "",
+    seconds: float = WAIT_S,
+) -> Any:
     """What the condition returns once it is true; fails with what `shown` returns where that takes too long."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -88,7 +116,11 @@ def until(condition: Callable[[], Any], what: str, shown: Callable[[], Any] = la
 def steps(folder: Path) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl that belong to training steps."""
     file = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    rows = (
+        [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        if file.exists()
+        else []
+    )
     return [row for row in rows if "reward/mean" in row]
 
 
@@ -104,9 +136,15 @@ def raylets() -> None:
             cluster.remove_node(nodes.pop(name), allow_graceful=False)
             print(f"killed {name}", flush=True)
             continue
-        arguments = {"num_cpus": int(rest[0]), "resources": json.loads(rest[1]), "object_store_memory": 100 << 20}
+        arguments = {
+            "num_cpus": int(rest[0]),
+            "resources": json.loads(rest[1]),
+            "object_store_memory": 100 << 20,
+        }
         if cluster is None:
-            cluster = Cluster(initialize_head=True, head_node_args=arguments | {"include_dashboard": False})
+            cluster = Cluster(
+                initialize_head=True, head_node_args=arguments | {"include_dashboard": False}
+            )
             nodes[name] = cluster.head_node
             print(f"address {cluster.address}", flush=True)
         else:

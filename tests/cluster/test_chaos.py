@@ -15,8 +15,12 @@ from benchmarks.chaos import ARGS, KINDS, differences, last_step, replaced, stri
 from tests.flow.test_loop import RUN_S, Run, Starter
 
 STEPS, SEED = 12, 5
-SHORT = ["data.heldout_size=2", "evaluation.samples=4", "algorithm.reference_reset_every=4",
-         "algorithm.exact_kl_tokens=8"]
+SHORT = [
+    "data.heldout_size=2",
+    "evaluation.samples=4",
+    "algorithm.reference_reset_every=4",
+    "algorithm.exact_kl_tokens=8",
+]
 
 pytestmark = [pytest.mark.timeout(2 * RUN_S + 60), pytest.mark.slow]
 
@@ -32,7 +36,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 def quiet(start: Starter) -> Run:
     run = start("quiet", *ARGS, *SHORT, f"steps={STEPS}")
     assert run.wait() == 0, run.output
-    assert all(v > 0 for v in run.metrics("actor/grad_norm").values()), "nothing is trained, so nothing is proved"
+    assert all(v > 0 for v in run.metrics("actor/grad_norm").values()), (
+        "nothing is trained, so nothing is proved"
+    )
     return run
 
 
@@ -45,27 +51,46 @@ def ended_well(run: Run) -> None:
 def test_every_kind_of_process_killed(start: Starter, quiet: Run) -> None:
     rng = random.Random(SEED)
     # The writer's death is noticed when it has to have written, the last time at the end.
-    kinds = [*rng.sample([k for k in KINDS if k != "rollout_writer"], len(KINDS) - 1), "rollout_writer"]
+    kinds = [
+        *rng.sample([k for k in KINDS if k != "rollout_writer"], len(KINDS) - 1),
+        "rollout_writer",
+    ]
     run = start("killed", *ARGS, *SHORT, f"steps={STEPS}", "checkpoint.every=3")
     torment(run, kinds, rng)
     ended_well(run)
     print(f"killed in this order: {', '.join(kinds)}; replaced: {dict(replaced(run))}")
-    assert replaced(run) == {"generator-0": 1, "learner": 1, "reference-0": 1, "rewards": 1, "rollout-writer": 1}
+    assert replaced(run) == {
+        "generator-0": 1,
+        "learner": 1,
+        "reference-0": 1,
+        "rewards": 1,
+        "rollout-writer": 1,
+    }
     for role in ("generator", "learner", "reference", "rewards"):
         assert run.metrics(f"{role}/restarts")[STEPS] == 1
     assert differences(quiet, run) == []
     assert run.summary()["groups"]["trained"] == STEPS * 4
 
 
-@pytest.mark.parametrize("kind,setting", [
-    ("generator", "cluster.probe_timeout_s=6"), ("rewards", "cluster.probe_timeout_s=6"),
-    ("learner", "learner.timeout_s=40")])
-def test_one_that_hangs_is_replaced_within_its_deadline(start: Starter, quiet: Run, kind: str, setting: str) -> None:
+@pytest.mark.parametrize(
+    "kind,setting",
+    [
+        ("generator", "cluster.probe_timeout_s=6"),
+        ("rewards", "cluster.probe_timeout_s=6"),
+        ("learner", "learner.timeout_s=40"),
+    ],
+)
+def test_one_that_hangs_is_replaced_within_its_deadline(
+    start: Starter, quiet: Run, kind: str, setting: str
+) -> None:
     steps = 3
     run = start(f"hung_{kind}", *ARGS, *SHORT, f"steps={steps}", setting)
     run.until(lambda: last_step(run) == 1, "first step")
     victim, began = strike(run, kind, random.Random(SEED), signal.SIGSTOP), time.monotonic()
-    run.until(lambda: " is lost (DeadlineExceeded" in run.output or "is lost (LearnerLost" in run.output, "word of it")
+    run.until(
+        lambda: " is lost (DeadlineExceeded" in run.output or "is lost (LearnerLost" in run.output,
+        "word of it",
+    )
     took = time.monotonic() - began
     print(f"{kind}: stopped, found after {took:.1f} s")
     assert took < float(setting.partition("=")[2]) + 10  # the rest of the phase that was under way
@@ -76,7 +101,9 @@ def test_one_that_hangs_is_replaced_within_its_deadline(start: Starter, quiet: R
         assert ours.equals(theirs)
 
 
-def test_a_learner_lost_before_the_first_checkpoint_begins_again(start: Starter, quiet: Run) -> None:
+def test_a_learner_lost_before_the_first_checkpoint_begins_again(
+    start: Starter, quiet: Run
+) -> None:
     steps = 3
     run = start("no_checkpoint", *ARGS, *SHORT, f"steps={steps}", "checkpoint.every=0")
     run.until(lambda: last_step(run) == 2, "second step")
@@ -92,16 +119,28 @@ def test_a_learner_lost_before_the_first_checkpoint_begins_again(start: Starter,
 def test_a_rank_of_two_lost_while_generation_runs_ahead(start: Starter) -> None:
     """Groups under way at the loss belong to steps that are made again: each is trained once, whoever finished it."""
     steps = 6
-    run = start("ahead", *ARGS, *SHORT, f"steps={steps}", "checkpoint.every=2", "learner.ranks=2",
-                "rollout.max_staleness=1", "algorithm.tis_cap=2")
+    run = start(
+        "ahead",
+        *ARGS,
+        *SHORT,
+        f"steps={steps}",
+        "checkpoint.every=2",
+        "learner.ranks=2",
+        "rollout.max_staleness=1",
+        "algorithm.tis_cap=2",
+    )
     run.until(lambda: last_step(run) == 3, "third step")
     strike(run, "learner", random.Random(SEED))
     ended_well(run)
     assert "going on after step 2" in run.output and replaced(run) == {"learner": 1}
     books = run.summary()["groups"]
-    assert books["trained"] == steps * 4 and books["admitted"] == sum(n for k, n in books.items() if k != "admitted")
+    assert books["trained"] == steps * 4 and books["admitted"] == sum(
+        n for k, n in books.items() if k != "admitted"
+    )
     trained = [set(table.column("group_id").to_pylist()) for table in run.rollouts()]
-    assert [len(groups) for groups in trained] == [4] * steps and len(set().union(*trained)) == steps * 4
+    assert [len(groups) for groups in trained] == [4] * steps and len(
+        set().union(*trained)
+    ) == steps * 4
     assert max(run.metrics("training/staleness/max").values()) == 1
 
 

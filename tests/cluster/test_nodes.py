@@ -23,9 +23,14 @@ class Nodes:
 
     def __init__(self) -> None:
         # Ray gives a silent node 40 s by default; here it is known to be dead after 4.
-        self.place = Place(RAY_AUTH_MODE="token", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-                           RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="1000",
-                           RAY_health_check_failure_threshold="3", RAY_health_check_initial_delay_ms="0")
+        self.place = Place(
+            RAY_AUTH_MODE="token",
+            RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+            RAY_health_check_period_ms="1000",
+            RAY_health_check_timeout_ms="1000",
+            RAY_health_check_failure_threshold="3",
+            RAY_health_check_initial_delay_ms="0",
+        )
         self.raylets = self.place.start("raylets", sys.executable, "-m", "tests.cluster.live")
         self.ids: dict[str, str] = {}
         self.add("head", 4, '{"learners":1}')
@@ -35,18 +40,30 @@ class Nodes:
 
     def add(self, name: str, cpus: int, resources: str) -> None:
         self.raylets.say(f"add {name} {cpus} {resources}")
-        found = until(lambda: re.search(rf"^node {name} (\w+)", self.raylets.output, re.MULTILINE), f"node {name}",
-                      lambda: self.raylets.output, 60)
+        found = until(
+            lambda: re.search(rf"^node {name} (\w+)", self.raylets.output, re.MULTILINE),
+            f"node {name}",
+            lambda: self.raylets.output,
+            60,
+        )
         self.ids[name] = found.group(1)
 
     def kill(self, name: str) -> None:
         self.raylets.say(f"kill {name}")
-        until(lambda: f"killed {name}" in self.raylets.output, "death", lambda: self.raylets.output, 30)
+        until(
+            lambda: f"killed {name}" in self.raylets.output,
+            "death",
+            lambda: self.raylets.output,
+            30,
+        )
 
     def generators_on(self, name: str) -> int:
         """Generators among the processes that the raylet of this node started."""
-        raylet = next(p for p in self.place.processes() if title(p).split(" ")[0].endswith("/raylet")
-                      and self.ids[name] in title(p))
+        raylet = next(
+            p
+            for p in self.place.processes()
+            if title(p).split(" ")[0].endswith("/raylet") and self.ids[name] in title(p)
+        )
         return sum("ray::generator" in title(p).lower() for p in raylet.children(recursive=True))
 
 
@@ -65,9 +82,20 @@ def nodes() -> Iterator[Nodes]:
 def test_a_generator_node_is_lost_and_another_taken_in(nodes: Nodes) -> None:
     folder = nodes.place.folder / "run"
     run = nodes.place.start(
-        "run", sys.executable, "-m", "learner.main", *TINY, "generator.count=2", f"cluster={nodes.address}",
-        "+cluster.resources.learner={learners: 1}", "+cluster.resources.generator={generators: 1}",
-        f"steps={STEPS}", "checkpoint.every=0", "logging.wandb=disabled", f"run_dir={folder}")
+        "run",
+        sys.executable,
+        "-m",
+        "learner.main",
+        *TINY,
+        "generator.count=2",
+        f"cluster={nodes.address}",
+        "+cluster.resources.learner={learners: 1}",
+        "+cluster.resources.generator={generators: 1}",
+        f"steps={STEPS}",
+        "checkpoint.every=0",
+        "logging.wandb=disabled",
+        f"run_dir={folder}",
+    )
 
     def serving() -> list[float]:
         return [row["generator/serving"] for row in steps(folder)]
@@ -99,6 +127,8 @@ def test_a_generator_node_is_lost_and_another_taken_in(nodes: Nodes) -> None:
     assert run.wait(30) == 130 and "Traceback" not in run.output, run.output
     rows = steps(folder)
     assert [row["step"] for row in rows] == [*range(1, len(rows) + 1)]
-    assert [row["groups/trained"] + row["groups/filtered"] for row in rows] == [4 * row["step"] for row in rows]
+    assert [row["groups/trained"] + row["groups/filtered"] for row in rows] == [
+        4 * row["step"] for row in rows
+    ]
     assert rows[-1]["groups/admitted"] == 4 * len(rows) and rows[-1]["generator/restarts"] >= 1
     assert set(serving()) == {1.0, 2.0}

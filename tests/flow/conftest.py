@@ -28,9 +28,16 @@ def cluster() -> Iterator[None]:
 
     # Calls return two objects; where one failed on purpose nobody asks for the other.
     os.environ.update(process_env(), RAY_IGNORE_UNHANDLED_ERRORS="1")
-    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
-             object_store_memory=256 << 20, namespace="tests",
-             runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}})
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        object_store_memory=256 << 20,
+        namespace="tests",
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}},
+    )
     yield
     ray.shutdown()
 

@@ -14,8 +14,8 @@ from actors import weight_transfer
 from actors.generator import Generator
 from actors.records import Bucket, GroupMeta, GroupRequest, Probe, SamplingParams, checksum
 from actors.staleness import sample_seed
-from learner.weights import buckets, flatten
-from learner.worker import LearnerRank
+from learner.engine.rank import LearnerRank
+from learner.engine.weights import buckets, flatten
 
 WAIT_S = 120.0
 CONTEXT = 224
@@ -26,16 +26,28 @@ def make_model(directory: Path, seed: int = 0) -> Any:
     """A 2-layer random Llama with tied embeddings and the character tokenizer, written as a Hugging Face folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from learner.tokenizer import save_tokenizer
+    from actors.modeling.tokenizer import save_tokenizer
 
     tokenizer = save_tokenizer(directory, CONTEXT)
     torch.manual_seed(seed)
     # A wide initialisation: the next-token distribution is then far from uniform, so errors show.
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-        initializer_range=0.15, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+            initializer_range=0.15,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
     model.save_pretrained(directory)
     return model.eval()
 
@@ -75,11 +87,20 @@ def probe(model: Any, tolerance: float = 1e-4) -> Probe:
 
 def update(generator: Any, version: int, model: Any, **changes: Any) -> dict[str, float]:
     """Load and prove `model`; `changes` replace buckets or probe."""
-    return ray.get(generator.update_weights.remote(
-        version, changes.get("buckets") or publish(model), changes.get("probe") or probe(model), 60.0), timeout=WAIT_S)
+    return ray.get(
+        generator.update_weights.remote(
+            version,
+            changes.get("buckets") or publish(model),
+            changes.get("probe") or probe(model),
+            60.0,
+        ),
+        timeout=WAIT_S,
+    )
 
 
-def request(group_id: int, samples: int = 4, max_tokens: int = 40, version: int = 0, run_seed: int = 0) -> GroupRequest:
+def request(
+    group_id: int, samples: int = 4, max_tokens: int = 40, version: int = 0, run_seed: int = 0
+) -> GroupRequest:
     prompt = list(range(7 + group_id % 40, 20 + group_id % 40 + group_id % 7))
     seeds = [sample_seed(run_seed, f"p{group_id}", group_id, i, version) for i in range(samples)]
     return GroupRequest(group_id, f"p{group_id}", prompt, seeds, SamplingParams(max_tokens))
@@ -104,13 +125,19 @@ class BreakableGenerator(Generator):
 def start_generator(name: str, model_path: str, tokenizer: Any) -> Any:
     from actors.generator import engine_args
     from cluster.environment import generator_env
-    from learner.config import GeneratorConfig
+    from conf.schema import GeneratorConfig
 
     cfg = GeneratorConfig()
     args = engine_args(cfg, model_path, "float32", CONTEXT, False)
-    return ray.remote(BreakableGenerator).options(
-        num_cpus=0, max_concurrency=1000, runtime_env={"env_vars": generator_env(cfg.kv_cache_gib)}).remote(
-            name, args, [tokenizer.eos_token_id])
+    return (
+        ray.remote(BreakableGenerator)
+        .options(
+            num_cpus=0,
+            max_concurrency=1000,
+            runtime_env={"env_vars": generator_env(cfg.kv_cache_gib)},
+        )
+        .remote(name, args, [tokenizer.eos_token_id])
+    )
 
 
 class SwitchableRank(LearnerRank):
@@ -129,7 +156,9 @@ class SwitchableRank(LearnerRank):
         found: dict[str, np.ndarray] = {}
 
         def keep(closure: Any = None) -> None:
-            found.update({n: p.grad.numpy().copy() for n, p in self.critic.model.named_parameters()})
+            found.update(
+                {n: p.grad.numpy().copy() for n, p in self.critic.model.named_parameters()}
+            )
 
         samples = self._load(job)
         self._old_logprobs(samples, job, {})

@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cluster.local
+import cluster.connect
 import cluster.placement
 from learner import main, run
 
 KEPT = "generator-"
 
 
-def connect(cfg: Any, namespace: str, real: Any = cluster.local.connect) -> str:
+def connect(cfg: Any, namespace: str, real: Any = cluster.connect.connect) -> str:
     ray = sys.modules.get("ray")
     return "the session's cluster" if ray and ray.is_initialized() else real(cfg, namespace)
 
@@ -30,7 +30,9 @@ def end_actors(*_: Any) -> None:
     import ray
 
     deadline = time.monotonic() + 30
-    while ray.is_initialized() and (names := [n for n in ray.util.list_named_actors() if not n.startswith(KEPT)]):
+    while ray.is_initialized() and (
+        names := [n for n in ray.util.list_named_actors() if not n.startswith(KEPT)]
+    ):
         for name in names:
             try:
                 ray.kill(ray.get_actor(name))
@@ -42,9 +44,9 @@ def end_actors(*_: Any) -> None:
 
 
 def keep_generators() -> None:
-    from learner import trainer
+    from learner.stages import rl
 
-    made, real = [], trainer.GeneratorPool
+    made, real = [], rl.GeneratorPool
 
     def pool(cfg: Any, *args: Any) -> Any:
         if not made:
@@ -52,7 +54,7 @@ def keep_generators() -> None:
         made[0].cfg, made[0].published = cfg, None
         return made[0]
 
-    trainer.GeneratorPool = pool
+    rl.GeneratorPool = pool
 
 
 def main_loop(folder: Path, jobs: dict[str, list[str]]) -> None:
@@ -60,17 +62,24 @@ def main_loop(folder: Path, jobs: dict[str, list[str]]) -> None:
 
     secure_local_cluster()  # before Ray is imported
     keep_generators()
-    cluster.local.connect = connect
-    cluster.placement.reserve = lambda _: ""  # the generators outlive a run, and would hold its place
+    cluster.connect.connect = connect
+    cluster.placement.reserve = lambda _: (
+        ""
+    )  # the generators outlive a run, and would hold its place
     close, run._close = run._close, end_actors
     status = {}
     for name, args in jobs.items():
         began = time.monotonic()
         status[name] = run.execute(main.load([*args, f"run_dir={folder / name}"]))
-        print(f"many_runs: {name} ended with {status[name]} after {time.monotonic() - began:.1f} s", flush=True)
+        print(
+            f"many_runs: {name} ended with {status[name]} after {time.monotonic() - began:.1f} s",
+            flush=True,
+        )
         (folder / "status.json").write_text(json.dumps(status))
     close(None, 0)
 
 
 if __name__ == "__main__":
-    main_loop(Path(sys.argv[1]), {k: json.loads(v) for k, v in (a.split("=", 1) for a in sys.argv[2:])})
+    main_loop(
+        Path(sys.argv[1]), {k: json.loads(v) for k, v in (a.split("=", 1) for a in sys.argv[2:])}
+    )

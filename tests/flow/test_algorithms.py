@@ -22,11 +22,28 @@ NAMES = sorted(f.stem for f in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 STEPS, PROMPTS, SIZE = 3, 4, 4
 # cosine_length gives rewards that differ inside a group even while every answer is wrong.
 SMALL = [
-    f"steps={STEPS}", f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={SIZE}", "rollout.max_tokens=72",
-    "reward=tiny", "+reward.rules.cosine_length=0.5", "reward.workers=1", "data.template=short",
-    "data.max_prompt_tokens=40", "data.heldout_size=2", "evaluation.samples=2", "optimizer.lr=1e-3",
-    "generator.threads=1", "learner.threads=1", "checkpoint.every=0", "cluster=local", "cluster.dashboard=false",
-    "logging.wandb=disabled", "logging.ray_metrics=false", "logging.report=false", "logging.progress=plain"]
+    f"steps={STEPS}",
+    f"rollout.prompts_per_step={PROMPTS}",
+    f"rollout.group_size={SIZE}",
+    "rollout.max_tokens=72",
+    "reward=tiny",
+    "+reward.rules.cosine_length=0.5",
+    "reward.workers=1",
+    "data.template=short",
+    "data.max_prompt_tokens=40",
+    "data.heldout_size=2",
+    "evaluation.samples=2",
+    "optimizer.lr=1e-3",
+    "generator.threads=1",
+    "learner.threads=1",
+    "checkpoint.every=0",
+    "cluster=local",
+    "cluster.dashboard=false",
+    "logging.wandb=disabled",
+    "logging.ray_metrics=false",
+    "logging.report=false",
+    "logging.progress=plain",
+]
 GIVEN = ("sft", "dpo")  # learn from answers that are given, which the test reads back
 DEADLINE_S = 60 + 40 * len(NAMES)
 
@@ -60,39 +77,64 @@ class Run:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process runs them all, one after the other."""
     where = tmp_path_factory.mktemp("algorithms")
-    jobs = [f"{n}={json.dumps([f'algorithm={n}', *SMALL, f'logging.rollouts={-1 if n in GIVEN else 0}'])}"
-            for n in NAMES]
+    jobs = [
+        f"{n}={json.dumps([f'algorithm={n}', *SMALL, f'logging.rollouts={-1 if n in GIVEN else 0}'])}"
+        for n in NAMES
+    ]
     with (where / "output").open("w") as out:
-        subprocess.run([sys.executable, "-m", "tests.flow.many_runs", str(where), *jobs], cwd=ROOT, stdout=out,
-                       stderr=subprocess.STDOUT, timeout=DEADLINE_S, check=False)
+        subprocess.run(
+            [sys.executable, "-m", "tests.flow.many_runs", str(where), *jobs],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            timeout=DEADLINE_S,
+            check=False,
+        )
     return where
 
 
 @pytest.fixture(params=NAMES)
 def done(folder: Path, request: pytest.FixtureRequest) -> Run:
-    status = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
+    status = (
+        json.loads((folder / "status.json").read_text())
+        if (folder / "status.json").exists()
+        else {}
+    )
     found = Run(folder / request.param, status.get(request.param), (folder / "output").read_text())
     assert found.status == 0, found.output[-4000:]
     return found
 
 
 def test_three_steps_end_to_end(done: Run) -> None:
-    algorithm, summary = done.cfg["algorithm"], json.loads((done.folder / "summary.json").read_text())
+    algorithm, summary = (
+        done.cfg["algorithm"],
+        json.loads((done.folder / "summary.json").read_text()),
+    )
     assert [row["step"] for row in done.rows] == [1, 2, 3]
     assert len(done["actor/loss"]) == STEPS and all(math.isfinite(x) for x in done["actor/loss"])
-    assert all(math.isfinite(x) for x in done["actor/grad_norm"]) and max(done["actor/grad_norm"]) > 0
+    assert (
+        all(math.isfinite(x) for x in done["actor/grad_norm"]) and max(done["actor/grad_norm"]) > 0
+    )
     assert done["actor/skipped_steps"] == [0, 0, 0]
     assert max(done["training/rollout_logprob_diff/max"], default=0.0) < 1e-4
     groups = summary["groups"]
-    assert groups["admitted"] == groups["trained"] + groups["filtered"] + groups["in_flight"] + groups["queued"]
-    assert groups["trained"] + groups["filtered"] >= STEPS * PROMPTS and groups["in_flight"] == groups["queued"] == 0
+    assert (
+        groups["admitted"]
+        == groups["trained"] + groups["filtered"] + groups["in_flight"] + groups["queued"]
+    )
+    assert (
+        groups["trained"] + groups["filtered"] >= STEPS * PROMPTS
+        and groups["in_flight"] == groups["queued"] == 0
+    )
     # The reference is there exactly where a KL term needs it, and the policy leaves it step by step.
     kl = done["actor/kl_loss"]
     assert len(kl) == (STEPS if algorithm["beta"] > 0 else 0)
     if kl:
         assert abs(kl[0]) < 1e-6 < min(kl[1:])
     # Generators follow the policy, but for RFT, whose samples are those of the model it began with.
-    assert done["training/policy_version"] == ([0, 0, 0] if algorithm["data"] == "sft_samples" else [1, 2, 3])
+    assert done["training/policy_version"] == (
+        [0, 0, 0] if algorithm["data"] == "sft_samples" else [1, 2, 3]
+    )
     moved = distance(done)
     assert 0 < moved < 0.1
 
@@ -122,7 +164,9 @@ def logprobs(done: Run, model: Any, tokenizer: Any, row: dict[str, Any]) -> torc
     answer += [tokenizer.eos_token_id] * (row["finish_reason"] == "stop")
     assert len(answer) == row["length"]
     with torch.no_grad():
-        table = torch.log_softmax(model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1], -1)
+        table = torch.log_softmax(
+            model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1], -1
+        )
     return table.gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 

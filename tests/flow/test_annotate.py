@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from learner.annotate import FOLDER, begin, name
-from learner.checkpoint import CheckpointError
+from actors.modeling.tokenizer import build_tokenizer
+from cluster.stopping import RunError
+from learner.checkpoints.checkpoint import CheckpointError
 from learner.main import load
-from learner.run import RunError
-from learner.tokenizer import build_tokenizer
-from reward_service.labelled import read
-from reward_service.steps import sum_steps
+from learner.stages.annotate import FOLDER, begin, name
+from reward_service.models.labelled import read
+from reward_service.step_labels.steps import sum_steps
 from tests.flow.test_loop import RUN_S, Run, Starter
 
 PROMPTS, ANSWERS, COMPLETIONS, PARTS = 40, 4, 4, 3
@@ -66,15 +66,20 @@ def test_every_answer_has_a_label_a_step(done: Run) -> None:
         assert r["prompt_ids"] == tokenizer(f"User: {r['question']}\nAssistant: ")["input_ids"]
         assert r["completion"] == tokenizer.decode(r["completion_ids"], skip_special_tokens=True)
         checked = sum_steps(r["question"], r["completion"])
-        assert [len(tokenizer.decode(r["completion_ids"][: end + 1])) for end in r["ends"][:-1]] == [
-            end for end, _ in checked]
+        assert [
+            len(tokenizer.decode(r["completion_ids"][: end + 1])) for end in r["ends"][:-1]
+        ] == [end for end, _ in checked]
         assert r["ends"][-1] == len(r["completion_ids"]) - 1
         assert r["exact"] == [float(right) for _, right in checked] + [r["accuracy"]]
         assert r["soft"][-1] == r["hard"][-1] == r["accuracy"]
-        assert {v * COMPLETIONS % 1 for v in r["soft"]} == {0.0} and r["hard"] == [float(v > 0) for v in r["soft"]]
+        assert {v * COMPLETIONS % 1 for v in r["soft"]} == {0.0} and r["hard"] == [
+            float(v > 0) for v in r["soft"]
+        ]
         inner += len(r["ends"]) - 1
     assert inner > PROMPTS, "the policy hardly ever works in steps, so nothing below is proved"
-    labelled, dropped = read(done.folder / "annotations.parquet", tokenizer)  # as a process model reads it
+    labelled, dropped = read(
+        done.folder / "annotations.parquet", tokenizer
+    )  # as a process model reads it
     assert labelled.num_rows == len(rows) and dropped == 0
 
 
@@ -83,11 +88,18 @@ def test_summary(done: Run) -> None:
     s = done.summary()
     steps = sum(len(r["ends"]) for r in rows)
     assert (s["prompts"], s["answers"], s["dropped"], s["steps"]) == (PROMPTS, len(rows), 0, steps)
-    distinct = {(r["prompt_id"], *r["completion_ids"][: end + 1]) for r in rows for end in r["ends"][:-1]}
+    distinct = {
+        (r["prompt_id"], *r["completion_ids"][: end + 1]) for r in rows for end in r["ends"][:-1]
+    }
     assert s["completions"] == COMPLETIONS * len(distinct) < COMPLETIONS * (steps - len(rows))
-    pairs = np.array([(r["soft"][i], r["exact"][i]) for r in rows for i in range(len(r["ends"]) - 1)])
+    pairs = np.array(
+        [(r["soft"][i], r["exact"][i]) for r in rows for i in range(len(r["ends"]) - 1)]
+    )
     assert s["checked_steps"] == len(pairs) and s["checked_steps_all"] == steps
-    assert s["soft_correlation"] == pytest.approx(np.corrcoef(pairs.T)[0, 1]) and s["soft_correlation"] > 0.6
+    assert (
+        s["soft_correlation"] == pytest.approx(np.corrcoef(pairs.T)[0, 1])
+        and s["soft_correlation"] > 0.6
+    )
     assert s["cached_share"] > 0.3, "prefixes of one prompt share no block of the cache"
     assert f"part {PARTS}/{PARTS}" in done.output
 

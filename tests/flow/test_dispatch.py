@@ -13,8 +13,8 @@ import ray
 from actors.records import SamplingParams
 from actors.rollouts import Dispatcher
 from actors.staleness import Ledger
-from learner.run import RunError
-from learner.trainer import Trainer
+from cluster.stopping import RunError
+from learner.stages.rl import Trainer
 
 N = 3
 
@@ -31,7 +31,9 @@ class Standin:
     def generate(self, request: Any) -> tuple[Any, Any]:
         time.sleep(self.delay_s)
         if request.group_id == REFUSED:
-            raise type("VLLMClientError", (Exception,), {"__module__": "vllm.exceptions"})("prompt is too long")
+            raise type("VLLMClientError", (Exception,), {"__module__": "vllm.exceptions"})(
+                "prompt is too long"
+            )
         return SimpleNamespace(group_id=request.group_id, seeds=request.seeds), None
 
     def pid(self) -> int:
@@ -47,7 +49,9 @@ class Pool:
         self.restarts += 1
         ray.kill(self.actors[index])
         self.actors[index] = ray.remote(Standin).options(num_cpus=0).remote()
-        ray.get(self.actors[index].pid.remote(), timeout=60)  # as the real pool does: ready before work is given
+        ray.get(
+            self.actors[index].pid.remote(), timeout=60
+        )  # as the real pool does: ready before work is given
 
     @property
     def serving(self) -> list[int]:
@@ -91,7 +95,9 @@ def test_two_share_the_work_and_answer_alike(wanted: dict[int, Any]) -> None:
     assert drain(dispatcher) == wanted and pool.restarts == 0
 
 
-def test_a_dead_one_is_replaced_once_and_its_groups_are_given_out_again(wanted: dict[int, Any]) -> None:
+def test_a_dead_one_is_replaced_once_and_its_groups_are_given_out_again(
+    wanted: dict[int, Any],
+) -> None:
     pool = Pool([0.3, 0.0])
     dispatcher = Dispatcher(pool, 0, 60.0)
     submit(dispatcher, range(8))
@@ -157,8 +163,10 @@ class Offline:
 def trainer_with(refused: range) -> Trainer:
     """As much of a trainer as admits and collects; 4 groups a step."""
     found = Trainer.__new__(Trainer)
-    found.cfg = SimpleNamespace(rollout=SimpleNamespace(prompts_per_step=4, group_size=2, max_staleness=0),
-                                algorithm=SimpleNamespace(data="policy"))
+    found.cfg = SimpleNamespace(
+        rollout=SimpleNamespace(prompts_per_step=4, group_size=2, max_staleness=0),
+        algorithm=SimpleNamespace(data="policy"),
+    )
     found.ledger, found.queue, found.given, found.refused, found.version = Ledger(), [], {}, 0, 0
     found.sampler = SimpleNamespace(next=lambda n: [SimpleNamespace(text="")] * n)
     found.rewards = SimpleNamespace(submit=lambda group: None)
@@ -173,7 +181,13 @@ def test_others_come_in_place_of_refused_groups_and_the_books_balance() -> None:
     trainer.admit(4)
     assert [g.meta.group_id for g in trainer.collect(4)] == [0, 4, 5, 6]
     trainer.ledger.check()
-    assert trainer.ledger.counts() == {"admitted": 7, "trained": 0, "filtered": 3, "in_flight": 0, "queued": 4}
+    assert trainer.ledger.counts() == {
+        "admitted": 7,
+        "trained": 0,
+        "filtered": 3,
+        "in_flight": 0,
+        "queued": 4,
+    }
 
 
 def test_data_of_which_nothing_is_taken_ends_the_run() -> None:

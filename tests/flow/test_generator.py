@@ -15,7 +15,16 @@ import torch
 from ray.exceptions import RayTaskError
 
 from actors.records import GroupRequest
-from tests.flow.engines import CONTEXT, WAIT_S, generate, hf_logprobs, perturbed, probe, publish, request
+from tests.flow.engines import (
+    CONTEXT,
+    WAIT_S,
+    generate,
+    hf_logprobs,
+    perturbed,
+    probe,
+    publish,
+    request,
+)
 
 REQUESTS = [request(i) for i in range(12)]
 
@@ -25,7 +34,9 @@ def tokens(found: Sequence[tuple[Any, Any]]) -> list[list[list[int]]]:
 
 
 def logprobs(found: Sequence[tuple[Any, Any]]) -> np.ndarray:
-    return np.concatenate([np.concatenate(t.column("behaviour_logprobs").to_pylist()) for _, t in found])
+    return np.concatenate(
+        [np.concatenate(t.column("behaviour_logprobs").to_pylist()) for _, t in found]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +48,9 @@ def whole(generators: list[Any], model: Any) -> list[tuple[Any, Any]]:
     return generate(generators[0], REQUESTS)
 
 
-def test_same_seeds_same_tokens_however_they_are_batched(pair: list[Any], whole: list[tuple[Any, Any]]) -> None:
+def test_same_seeds_same_tokens_however_they_are_batched(
+    pair: list[Any], whole: list[tuple[Any, Any]]
+) -> None:
     first, second = pair
     halves = generate(first, REQUESTS[6:]), generate(first, REQUESTS[:6])
     singles = [generate(first, [r])[0] for r in REQUESTS]
@@ -45,7 +58,9 @@ def test_same_seeds_same_tokens_however_they_are_batched(pair: list[Any], whole:
     for found in ([*halves[1], *halves[0]], singles, other):
         assert tokens(found) == tokens(whole)
         assert np.abs(logprobs(found) - logprobs(whole)).max() < 1e-5
-    assert len({tuple(c) for group in tokens(whole) for c in group}) == 48  # and they are not all one answer
+    assert (
+        len({tuple(c) for group in tokens(whole) for c in group}) == 48
+    )  # and they are not all one answer
 
 
 def test_another_seed_gives_other_tokens(generator: Any, whole: list[tuple[Any, Any]]) -> None:
@@ -53,7 +68,9 @@ def test_another_seed_gives_other_tokens(generator: Any, whole: list[tuple[Any, 
     assert tokens(generate(generator, [request(0, version=1)])) != tokens(whole[:1])
 
 
-def test_behaviour_logprobs_are_those_of_hugging_face(model: Any, whole: list[tuple[Any, Any]]) -> None:
+def test_behaviour_logprobs_are_those_of_hugging_face(
+    model: Any, whole: list[tuple[Any, Any]]
+) -> None:
     worst = 0.0
     for _, table in whole:
         for row in table.to_pylist():
@@ -73,8 +90,15 @@ def test_temperature_scales_the_reported_distribution(generator: Any, model: Any
     row = table.to_pylist()[0]
     ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
     with torch.no_grad():
-        scores = torch.log_softmax(model(ids).logits[0, :-1] / 0.5, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
-    assert np.abs(scores[len(row["prompt_ids"]) - 1 :] - np.array(row["behaviour_logprobs"])).max() < 1e-4
+        scores = (
+            torch.log_softmax(model(ids).logits[0, :-1] / 0.5, -1)
+            .gather(1, ids[0, 1:, None])[:, 0]
+            .numpy()
+        )
+    assert (
+        np.abs(scores[len(row["prompt_ids"]) - 1 :] - np.array(row["behaviour_logprobs"])).max()
+        < 1e-4
+    )
 
 
 def test_finish_reasons_and_scalars(model: Any, whole: list[tuple[Any, Any]]) -> None:
@@ -90,7 +114,9 @@ def test_finish_reasons_and_scalars(model: Any, whole: list[tuple[Any, Any]]) ->
         for r in rows:
             seen.add(r["finish_reason"])
             assert r["versions"] == [0] * len(r["completion_ids"])
-            if r["finish_reason"] == "stop":  # the end of text was sampled, belongs to the answer and stands last
+            if (
+                r["finish_reason"] == "stop"
+            ):  # the end of text was sampled, belongs to the answer and stands last
                 assert r["completion_ids"].index(eos) == len(r["completion_ids"]) - 1
             else:
                 assert len(r["completion_ids"]) == 40 and eos not in r["completion_ids"]
@@ -101,8 +127,15 @@ def test_what_the_controller_is_given_does_not_grow_with_tokens(generator: Any) 
     """Scalars of each sample only; the tokens stay in the object store."""
     found = [generate(generator, [request(0, max_tokens=n)])[0] for n in (2, 40)]
     scalars = [len(pickle.dumps(meta)) for meta, _ in found]
-    assert found[1][1].nbytes > found[0][1].nbytes + 4 * 20 * 12 and max(scalars) < min(scalars) + 32 < 1000
-    assert all(np.size(getattr(meta, f.name)) in (1, 4) for meta, _ in found for f in dataclasses.fields(meta))
+    assert (
+        found[1][1].nbytes > found[0][1].nbytes + 4 * 20 * 12
+        and max(scalars) < min(scalars) + 32 < 1000
+    )
+    assert all(
+        np.size(getattr(meta, f.name)) in (1, 4)
+        for meta, _ in found
+        for f in dataclasses.fields(meta)
+    )
 
 
 def test_weights_change_between_two_decode_steps(generator: Any, model: Any) -> None:
@@ -122,7 +155,9 @@ def test_weights_change_between_two_decode_steps(generator: Any, model: Any) -> 
         assert time.monotonic() < deadline
     ray.get(generator.update_weights.remote(1, buckets, proof, 60.0), timeout=WAIT_S)
     found = [tuple(ray.get(list(pair), timeout=WAIT_S)) for pair in refs]
-    assert any((meta.version_min, meta.version_max) == (0, 1) for meta, _ in found), [m for m, _ in found]
+    assert any((meta.version_min, meta.version_max) == (0, 1) for meta, _ in found), [
+        m for m, _ in found
+    ]
     rows = [r for _, t in found for r in t.to_pylist()]
     mixed = [r for r in rows if set(r["versions"]) == {0, 1}]
     assert len(mixed) >= 8
@@ -132,8 +167,14 @@ def test_weights_change_between_two_decode_steps(generator: Any, model: Any) -> 
         k = int(versions.sum() and versions.argmax())  # the first token of the new version
         assert versions.tolist() == [0] * k + [1] * (len(versions) - k)
         worst = max(worst, float(np.abs(mixed_logprobs(model, newer, row, k) - said).max()))
-        shifted.append(float(np.abs(mixed_logprobs(model, newer, row, max(1, k - 1)) - said).max()) if k > 1 else 1.0)
-    print(f"{len(mixed)} of {len(rows)} completions carry both versions; worst log-prob difference {worst:.2g}")
+        shifted.append(
+            float(np.abs(mixed_logprobs(model, newer, row, max(1, k - 1)) - said).max())
+            if k > 1
+            else 1.0
+        )
+    print(
+        f"{len(mixed)} of {len(rows)} completions carry both versions; worst log-prob difference {worst:.2g}"
+    )
     assert worst < 1e-4
     assert np.median(shifted) > 1e-2  # one token off would show
     after = generate(generator, [request(300)])[0][0]
@@ -170,8 +211,10 @@ def test_the_same_group_twice_at_once_is_refused(generator: Any) -> None:
     assert ray.get(first[0], timeout=WAIT_S).group_id == 5
 
 
-def test_a_prompt_that_is_too_long_is_refused_as_data_and_nothing_else_suffers(generator: Any) -> None:
-    from cluster.failures import classify
+def test_a_prompt_that_is_too_long_is_refused_as_data_and_nothing_else_suffers(
+    generator: Any,
+) -> None:
+    from cluster.supervision.failures import classify
 
     long = GroupRequest(900, "p", list(range(7, 90)) * 4, [1, 2], REQUESTS[0].sampling)
     with pytest.raises(RayTaskError) as found:
@@ -180,12 +223,16 @@ def test_a_prompt_that_is_too_long_is_refused_as_data_and_nothing_else_suffers(g
     assert generate(generator, [request(0)])[0][0].group_id == 0
 
 
-def test_abandoned_groups_are_given_up_and_may_come_again(generator: Any, whole: list[tuple[Any, Any]]) -> None:
+def test_abandoned_groups_are_given_up_and_may_come_again(
+    generator: Any, whole: list[tuple[Any, Any]]
+) -> None:
     """A run that goes back to its checkpoint gives the same group ids out again, while the old ones still run."""
     long = [request(i, max_tokens=150) for i in range(len(REQUESTS))]
     refs = [generator.generate.options(num_returns=2).remote(r) for r in long]
     until = time.monotonic() + WAIT_S
-    while ray.get(generator.ping.remote(), timeout=WAIT_S)["groups"] < len(REQUESTS):  # calls may overtake each other
+    while ray.get(generator.ping.remote(), timeout=WAIT_S)["groups"] < len(
+        REQUESTS
+    ):  # calls may overtake each other
         assert time.monotonic() < until
     assert ray.get(generator.abandon.remote(1), timeout=WAIT_S) == len(REQUESTS)
     try:
@@ -204,10 +251,14 @@ def test_what_reaches_the_driver_does_not_grow_with_the_answers(generator: Any) 
 
     sizes = []
     for group_id, max_tokens in ((700, 4), (701, 150)):
-        meta, table = generator.generate.options(num_returns=2).remote(request(group_id, 240, max_tokens))
+        meta, table = generator.generate.options(num_returns=2).remote(
+            request(group_id, 240, max_tokens)
+        )
         found = ray.get(meta, timeout=WAIT_S)
         sizes.append((int(found.lengths.sum()), len(pickle.dumps(found))))
     where = get_object_locations([table])[table]
-    assert where["object_size"] > 100_000 and where["node_ids"]  # in the store, not sent along with the answer
+    assert (
+        where["object_size"] > 100_000 and where["node_ids"]
+    )  # in the store, not sent along with the answer
     (few, small), (many, large) = sizes
     assert many > 10 * few and large < small + 1_000, sizes

@@ -3,7 +3,7 @@
 The unified view of DeepSeekMath (2402.03300, section 5.2) as a test: a gradient is the sum over tokens of weight times
 coefficient times grad log pi. `coefficients` writes both by name from the formulas, one answer and one token at a time
 in float64, and shares no code with the project. Policy and old policy are one here, so no clip binds; what clipping
-does is in tests/unit/test_losses.py and in test_learner.py's two optimizer steps.
+does is in tests/unit/learner/test_losses.py and in test_learner.py's two optimizer steps.
 """
 
 from __future__ import annotations
@@ -23,27 +23,56 @@ import ray
 import torch
 
 from actors.records import REFERENCE, ROLLOUT, GroupMeta
-from learner.assemble import Scores, assemble
-from learner.config import Config
-from learner.group import LearnerGroup
-from learner.worker import UpdateJob
+from conf.schema import Config
+from learner.algorithms.assemble import Scores, assemble
+from learner.engine.group import LearnerGroup
+from learner.engine.rank import UpdateJob
 from tests.flow.engines import WAIT_S, SwitchableRank, hf_logprobs, perturbed
 
 NAMES = sorted(f.stem for f in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml"))
 BUDGETS = (40, 130, 10_000)  # padded tokens of a micro-batch
 MAX_TOKENS, BETA, LAM = 30, 0.5, 0.95  # BETA: large enough that a KL term shows
-REWARDS = [1.0, 0.0, 0.2, 0.0, 0.2, 0.2, 0.2, 0.2, 0.0, 0.0, 1.2, 0.0, 1.2, 0.2, 0.0, 1.0]  # the second four are equal
+REWARDS = [
+    1.0,
+    0.0,
+    0.2,
+    0.0,
+    0.2,
+    0.2,
+    0.2,
+    0.2,
+    0.0,
+    0.0,
+    1.2,
+    0.0,
+    1.2,
+    0.2,
+    0.0,
+    1.0,
+]  # the second four are equal
 TIMED_OUT = 14  # this answer has no reward
 
 
 def configuration(name: str, model_path: Path, ranks: int = 1, budget: int = 10_000) -> Config:
     from learner.main import load
 
-    cfg = load([
-        f"algorithm={name}", f"model={model_path}", "reward=tiny", "rollout.prompts_per_step=4", "rollout.group_size=4",
-        f"rollout.max_tokens={MAX_TOKENS}", "data.max_prompt_tokens=10", f"learner.ranks={ranks}", "learner.cpus=0",
-        "learner.threads=1", f"learner.micro_batch_tokens={budget}", "learner.logprob_chunk_tokens=16",
-        "optimizer.grad_clip=0"])
+    cfg = load(
+        [
+            f"algorithm={name}",
+            f"model={model_path}",
+            "reward=tiny",
+            "rollout.prompts_per_step=4",
+            "rollout.group_size=4",
+            f"rollout.max_tokens={MAX_TOKENS}",
+            "data.max_prompt_tokens=10",
+            f"learner.ranks={ranks}",
+            "learner.cpus=0",
+            "learner.threads=1",
+            f"learner.micro_batch_tokens={budget}",
+            "learner.logprob_chunk_tokens=16",
+            "optimizer.grad_clip=0",
+        ]
+    )
     return replace(cfg, algorithm=replace(cfg.algorithm, beta=BETA if cfg.algorithm.beta else 0.0))
 
 
@@ -54,40 +83,97 @@ class Batch:
         rng, other = np.random.default_rng(3), perturbed(model, 1, 0.02)
         self.size = size
         self.prompts = [rng.integers(7, 100, 5 + i // 4).tolist() for i in range(0, 16, 4)]
-        lengths = [*rng.integers(1, 30, 4), *rng.integers(1, 24, 4), *rng.integers(1, 30, 6), 29, 27]
+        lengths = [
+            *rng.integers(1, 30, 4),
+            *rng.integers(1, 24, 4),
+            *rng.integers(1, 30, 6),
+            29,
+            27,
+        ]
         self.answers = [rng.integers(7, 100, n).tolist() for n in lengths]
         self.groups = [i // size for i in range(16)]
         self.valid = [size == 2 or i != TIMED_OUT for i in range(16)]
         self.rewards = [(1.0, 0.0)[i % 2] for i in range(16)] if size == 2 else REWARDS
-        self.ends = [sorted(rng.choice(len(a), min(len(a), i % 4), False).tolist())
-                     for i, a in enumerate(self.answers)]
+        self.ends = [
+            sorted(rng.choice(len(a), min(len(a), i % 4), False).tolist())
+            for i, a in enumerate(self.answers)
+        ]
         self.steps = [rng.integers(0, 2, len(e)).astype(float).tolist() for e in self.ends]
-        self.reference = [hf_logprobs(other, self.prompts[i // 4] + a)[len(self.prompts[i // 4]) - 1 :]
-                          for i, a in enumerate(self.answers)]
+        self.reference = [
+            hf_logprobs(other, self.prompts[i // 4] + a)[len(self.prompts[i // 4]) - 1 :]
+            for i, a in enumerate(self.answers)
+        ]
         self.records()
 
     def records(self) -> None:
         parts = [range(g * self.size, (g + 1) * self.size) for g in range(16 // self.size)]
         lengths = [len(a) for a in self.answers]
-        self.tables = [pa.RecordBatch.from_pydict({
-            "group_id": [g] * self.size, "prompt_id": [f"p{g}"] * self.size, "sample_index": list(range(self.size)),
-            "prompt_ids": [self.prompts[i // 4] for i in part], "completion_ids": [self.answers[i] for i in part],
-            "behaviour_logprobs": [self.reference[i] for i in part], "versions": [[0] * lengths[i] for i in part],
-            "finish_reason": ["stop"] * self.size}, schema=ROLLOUT) for g, part in enumerate(parts)]
-        self.references = [pa.RecordBatch.from_pydict({
-            "group_id": [g] * self.size, "sample_index": list(range(self.size)),
-            "ref_logprobs": [self.reference[i] for i in part]}, schema=REFERENCE) for g, part in enumerate(parts)]
-        self.metas = [GroupMeta(g, f"p{g}", len(self.prompts[part[0] // 4]), np.array([lengths[i] for i in part]),
-                                ("stop",) * self.size, 0, 0) for g, part in enumerate(parts)]
+        self.tables = [
+            pa.RecordBatch.from_pydict(
+                {
+                    "group_id": [g] * self.size,
+                    "prompt_id": [f"p{g}"] * self.size,
+                    "sample_index": list(range(self.size)),
+                    "prompt_ids": [self.prompts[i // 4] for i in part],
+                    "completion_ids": [self.answers[i] for i in part],
+                    "behaviour_logprobs": [self.reference[i] for i in part],
+                    "versions": [[0] * lengths[i] for i in part],
+                    "finish_reason": ["stop"] * self.size,
+                },
+                schema=ROLLOUT,
+            )
+            for g, part in enumerate(parts)
+        ]
+        self.references = [
+            pa.RecordBatch.from_pydict(
+                {
+                    "group_id": [g] * self.size,
+                    "sample_index": list(range(self.size)),
+                    "ref_logprobs": [self.reference[i] for i in part],
+                },
+                schema=REFERENCE,
+            )
+            for g, part in enumerate(parts)
+        ]
+        self.metas = [
+            GroupMeta(
+                g,
+                f"p{g}",
+                len(self.prompts[part[0] // 4]),
+                np.array([lengths[i] for i in part]),
+                ("stop",) * self.size,
+                0,
+                0,
+            )
+            for g, part in enumerate(parts)
+        ]
         values = np.where(self.valid, self.rewards, np.nan)
         blank = [""] * 16
-        self.scores = Scores(values, values, values, np.array(self.valid), ["ok" if v else "timeout" for v in
-                             self.valid], blank, [{} for _ in blank], blank, self.steps, self.ends)
+        self.scores = Scores(
+            values,
+            values,
+            values,
+            np.array(self.valid),
+            ["ok" if v else "timeout" for v in self.valid],
+            blank,
+            [{} for _ in blank],
+            blank,
+            self.steps,
+            self.ends,
+        )
 
     def job(self, cfg: Config) -> UpdateJob:
         found = assemble(cfg, self.metas, self.scores)
         references = [ray.put(r) for r in self.references] if cfg.algorithm.beta else None
-        return UpdateJob(0, [ray.put(t) for t in self.tables], references, found.plan, found.micro_batches, (0.1,), 1.0)
+        return UpdateJob(
+            0,
+            [ray.put(t) for t in self.tables],
+            references,
+            found.plan,
+            found.micro_batches,
+            (0.1,),
+            1.0,
+        )
 
 
 # ---- the reference -------------------------------------------------------------------------------------------
@@ -122,7 +208,9 @@ def td_errors(b: Batch, d: list[np.ndarray], values: list[np.ndarray], i: int) -
     return rewards + np.append(values[i][1:], 0.0) - values[i]
 
 
-def coefficients(name: str, b: Batch, d: list[np.ndarray], values: list[np.ndarray]) -> dict[int, np.ndarray]:
+def coefficients(
+    name: str, b: Batch, d: list[np.ndarray], values: list[np.ndarray]
+) -> dict[int, np.ndarray]:
     """Sample -> coefficient of grad log pi at each of its tokens. `d`: log(pi/pi_ref); `values`: of the critic."""
     use = [i for i in range(16) if b.valid[i]]
     ones = {i: np.ones(len(b.answers[i])) for i in use}
@@ -168,30 +256,47 @@ def process(b: Batch, d: list[np.ndarray], members: list[list[int]]) -> dict[int
         normal = normalised(np.array([r for i in m for r in b.steps[i]]))
         for i in m:
             mine, normal = normal[: len(b.steps[i])], normal[len(b.steps[i]) :]
-            out[i] = np.array([sum(r for r, end in zip(mine, b.ends[i], strict=True) if end >= t)
-                               for t in range(len(b.answers[i]))]) + BETA * (np.exp(-d[i]) - 1)
+            out[i] = np.array(
+                [
+                    sum(r for r, end in zip(mine, b.ends[i], strict=True) if end >= t)
+                    for t in range(len(b.answers[i]))
+                ]
+            ) + BETA * (np.exp(-d[i]) - 1)
     return out
 
 
 def weights(name: str, b: Batch, used: list[int]) -> dict[int, float]:
     """Sample -> weight of each of its tokens."""
     n, tokens = len(used), sum(len(b.answers[i]) for i in used)
-    if name in ("grpo", "grpo_process", "gspo", "rft", "online_rft"):  # mean over tokens, then over answers
+    if name in (
+        "grpo",
+        "grpo_process",
+        "gspo",
+        "rft",
+        "online_rft",
+    ):  # mean over tokens, then over answers
         return {i: 1 / (n * len(b.answers[i])) for i in used}
     if name == "dr_grpo":
         return dict.fromkeys(used, 1 / (n * MAX_TOKENS))
-    return dict.fromkeys(used, 2 / n if name == "dpo" else 1 / tokens)  # dpo: one over the number of pairs
+    return dict.fromkeys(
+        used, 2 / n if name == "dpo" else 1 / tokens
+    )  # dpo: one over the number of pairs
 
 
 def forward(model: Any, b: Batch, i: int, head: np.ndarray | None = None) -> torch.Tensor:
     """float64 [T], differentiable: log-probs of the answer's tokens, or with `head` the value before each."""
     n, ids = len(b.prompts[i // 4]), torch.tensor([b.prompts[i // 4] + b.answers[i]])
     if head is not None:
-        return (model.get_decoder()(input_ids=ids).last_hidden_state[0, n - 1 : -1] @ torch.from_numpy(head).T)[:, 0]
+        return (
+            model.get_decoder()(input_ids=ids).last_hidden_state[0, n - 1 : -1]
+            @ torch.from_numpy(head).T
+        )[:, 0]
     return torch.log_softmax(model(ids).logits[0, n - 1 : -1], -1).gather(1, ids[0, n:, None])[:, 0]
 
 
-def reference_gradients(model: Any, b: Batch, name: str, head: np.ndarray) -> list[dict[str, np.ndarray]]:
+def reference_gradients(
+    model: Any, b: Batch, name: str, head: np.ndarray
+) -> list[dict[str, np.ndarray]]:
     """[of the policy, of the critic (PPO)] by parameter name."""
     policy, critic = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     logprobs = [forward(policy, b, i) for i in range(16)]
@@ -202,9 +307,14 @@ def reference_gradients(model: Any, b: Batch, name: str, head: np.ndarray) -> li
     w = weights(name, b, list(found))
     (-sum(w[i] * (torch.from_numpy(c) * logprobs[i]).sum() for i, c in found.items())).backward()
     if name == "ppo":  # half the squared distance to V + GAE, which nothing differentiates
-        targets = {i: torch.from_numpy(values[i] + to_go(td_errors(b, d, values, i), LAM)) for i in found}
+        targets = {
+            i: torch.from_numpy(values[i] + to_go(td_errors(b, d, values, i), LAM)) for i in found
+        }
         sum(w[i] * 0.5 * (seen[i] - targets[i]).square().sum() for i in found).backward()
-    return [{n: p.grad.numpy() for n, p in m.named_parameters() if p.grad is not None} for m in (policy, critic)]
+    return [
+        {n: p.grad.numpy() for n, p in m.named_parameters() if p.grad is not None}
+        for m in (policy, critic)
+    ]
 
 
 # ---- the learner ---------------------------------------------------------------------------------------------
@@ -232,7 +342,8 @@ def distance(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> flo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_is_that_of_the_coefficient_for_every_split(
-        learner: Any, batches: dict[int, Batch], model: Any, model_path: Path, name: str) -> None:
+    learner: Any, batches: dict[int, Batch], model: Any, model_path: Path, name: str
+) -> None:
     b = batches[2 if name == "dpo" else 4]
     head = np.random.default_rng(5).normal(0, 0.3, (1, 64)).astype(np.float32)
     wanted = reference_gradients(model, b, name, head)
@@ -246,9 +357,16 @@ def test_gradient_is_that_of_the_coefficient_for_every_split(
         assert set(found) == set(wanted[0])
         away.append(distance(found, wanted[0]))
         if cfg.algorithm.critic:
-            found = ray.get([r.critic_gradient.remote(work) for r in learner.ranks], timeout=WAIT_S)[0]
-            assert set(found) == {"head.weight", *(n.replace("model.", "decoder.") for n in wanted[1])}
-            away.append(distance({n.replace("decoder.", "model."): g for n, g in found.items()}, wanted[1]))
+            found = ray.get(
+                [r.critic_gradient.remote(work) for r in learner.ranks], timeout=WAIT_S
+            )[0]
+            assert set(found) == {
+                "head.weight",
+                *(n.replace("model.", "decoder.") for n in wanted[1]),
+            }
+            away.append(
+                distance({n.replace("decoder.", "model."): g for n, g in found.items()}, wanted[1])
+            )
     assert counts[0] > counts[1] > counts[2] == 1
     print(f"{name}, {learner.count} ranks: {max(away):.2g} from float64; micro-batches {counts}")
     assert max(away) < 1e-5

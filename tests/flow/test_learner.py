@@ -20,16 +20,21 @@ import ray
 import torch
 
 from actors.records import REFERENCE, ROLLOUT, GroupMeta
-from learner.assemble import Scores, assemble
-from learner.config import Config
-from learner.group import LearnerGroup
-from learner.worker import UpdateJob
+from conf.schema import Config
+from learner.algorithms.assemble import Scores, assemble
+from learner.engine.group import LearnerGroup
+from learner.engine.rank import UpdateJob
 from tests.flow.engines import WAIT_S
 
 GROUPS, SIZE, BETA, RATE = 4, 4, 0.04, 0.05
 SETUPS = [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]  # (ranks, ZeRO stage)
 BUDGETS = {"small": 40, "medium": 130, "whole": 10_000}  # padded tokens of a micro-batch
-OPTIMIZER = {"lr": RATE, "eps": 0.1, "weight_decay": 0.01, "grad_clip": 0.25}  # eps large: no sign(0) in Adam
+OPTIMIZER = {
+    "lr": RATE,
+    "eps": 0.1,
+    "weight_decay": 0.01,
+    "grad_clip": 0.25,
+}  # eps large: no sign(0) in Adam
 REWARDS = [[1.0, 0.0, 0.2, 0.0], [0.2, 0.2, 0.2, 0.2], [0.0, 0.0, 1.2, 0.0], [1.2, 0.2, 0.0, 1.0]]
 TIMED_OUT = (3, 2)  # this sample has no reward
 
@@ -37,12 +42,24 @@ TIMED_OUT = (3, 2)  # this sample has no reward
 def make_config(model_path: Path, ranks: int = 1, zero: int = 0) -> Config:
     from learner.main import load
 
-    return load([
-        "experiment=r1_zero", f"model={model_path}", f"rollout.prompts_per_step={GROUPS}",
-        f"rollout.group_size={SIZE}", "rollout.max_tokens=30", "data.max_prompt_tokens=10",
-        f"algorithm.beta={BETA}", f"learner.ranks={ranks}", f"learner.zero_stage={zero}", "learner.cpus=0",
-        "learner.threads=1", "learner.micro_batch_tokens=10000", "learner.logprob_chunk_tokens=16",
-        *(f"optimizer.{k}={v}" for k, v in OPTIMIZER.items())])
+    return load(
+        [
+            "experiment=r1_zero",
+            f"model={model_path}",
+            f"rollout.prompts_per_step={GROUPS}",
+            f"rollout.group_size={SIZE}",
+            "rollout.max_tokens=30",
+            "data.max_prompt_tokens=10",
+            f"algorithm.beta={BETA}",
+            f"learner.ranks={ranks}",
+            f"learner.zero_stage={zero}",
+            "learner.cpus=0",
+            "learner.threads=1",
+            "learner.micro_batch_tokens=10000",
+            "learner.logprob_chunk_tokens=16",
+            *(f"optimizer.{k}={v}" for k, v in OPTIMIZER.items()),
+        ]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,27 +75,55 @@ def batch(model: Any) -> SimpleNamespace:
         lengths = rng.integers(1, 30, SIZE).tolist()
         answers = [rng.integers(7, 100, n).tolist() for n in lengths]
         near = [hf_logprobs(other, prompt + a)[len(prompt) - 1 :] for a in answers]
-        tables.append(pa.RecordBatch.from_pydict({
-            "group_id": [g] * SIZE, "prompt_id": [f"p{g}"] * SIZE, "sample_index": list(range(SIZE)),
-            "prompt_ids": [prompt] * SIZE, "completion_ids": answers, "behaviour_logprobs": near,
-            "versions": [[0] * n for n in lengths], "finish_reason": ["length"] * SIZE}, schema=ROLLOUT))
-        references.append(pa.RecordBatch.from_pydict({
-            "group_id": [g] * SIZE, "sample_index": list(range(SIZE)), "ref_logprobs": near}, schema=REFERENCE))
-        metas.append(GroupMeta(g, f"p{g}", len(prompt), np.array(lengths), ("length",) * SIZE, 0, 0))
+        tables.append(
+            pa.RecordBatch.from_pydict(
+                {
+                    "group_id": [g] * SIZE,
+                    "prompt_id": [f"p{g}"] * SIZE,
+                    "sample_index": list(range(SIZE)),
+                    "prompt_ids": [prompt] * SIZE,
+                    "completion_ids": answers,
+                    "behaviour_logprobs": near,
+                    "versions": [[0] * n for n in lengths],
+                    "finish_reason": ["length"] * SIZE,
+                },
+                schema=ROLLOUT,
+            )
+        )
+        references.append(
+            pa.RecordBatch.from_pydict(
+                {"group_id": [g] * SIZE, "sample_index": list(range(SIZE)), "ref_logprobs": near},
+                schema=REFERENCE,
+            )
+        )
+        metas.append(
+            GroupMeta(g, f"p{g}", len(prompt), np.array(lengths), ("length",) * SIZE, 0, 0)
+        )
     statuses = ["ok"] * (GROUPS * SIZE)
     statuses[TIMED_OUT[0] * SIZE + TIMED_OUT[1]] = "timeout"
     valid = np.array([s == "ok" for s in statuses])
     values = np.where(valid, np.concatenate(REWARDS), np.nan)
     blank, none = [""] * len(statuses), [None] * len(statuses)
-    scores = Scores(values, values, values, valid, statuses, blank, [{} for _ in blank], blank, none, none)
+    scores = Scores(
+        values, values, values, valid, statuses, blank, [{} for _ in blank], blank, none, none
+    )
     return SimpleNamespace(tables=tables, references=references, metas=metas, scores=scores)
 
 
 def job(cfg: Config, batch: SimpleNamespace, budget: int = 10_000, updates: int = 1) -> UpdateJob:
-    cfg = replace(cfg, learner=replace(cfg.learner, micro_batch_tokens=budget, updates_per_batch=updates))
+    cfg = replace(
+        cfg, learner=replace(cfg.learner, micro_batch_tokens=budget, updates_per_batch=updates)
+    )
     found = assemble(cfg, batch.metas, batch.scores)
-    return UpdateJob(0, [ray.put(t) for t in batch.tables], [ray.put(r) for r in batch.references], found.plan,
-                     found.micro_batches, (RATE,) * len(found.micro_batches), 1.0)
+    return UpdateJob(
+        0,
+        [ray.put(t) for t in batch.tables],
+        [ray.put(r) for r in batch.references],
+        found.plan,
+        found.micro_batches,
+        (RATE,) * len(found.micro_batches),
+        1.0,
+    )
 
 
 # ---- the reference -------------------------------------------------------------------------------------------
@@ -91,7 +136,9 @@ def token_logprobs(model: Any, row: dict[str, Any]) -> torch.Tensor:
     return logits.gather(1, ids[0, n:, None])[:, 0]
 
 
-def grpo_loss(model: Any, old_model: Any, batch: SimpleNamespace, groups: list[int], eps: float = 0.2) -> torch.Tensor:
+def grpo_loss(
+    model: Any, old_model: Any, batch: SimpleNamespace, groups: list[int], eps: float = 0.2
+) -> torch.Tensor:
     """1/N sum_i 1/|o_i| sum_t -min(r A, clip(r) A) + beta (pi_ref/pi - log(pi_ref/pi) - 1), answers with a reward."""
     terms = []
     for g in groups:
@@ -105,7 +152,9 @@ def grpo_loss(model: Any, old_model: Any, batch: SimpleNamespace, groups: list[i
             with torch.no_grad():
                 old = token_logprobs(old_model, rows[i])
             ratio = torch.exp(now - old)
-            surrogate = torch.minimum(ratio * advantage, torch.clamp(ratio, 1 - eps, 1 + eps) * advantage)
+            surrogate = torch.minimum(
+                ratio * advantage, torch.clamp(ratio, 1 - eps, 1 + eps) * advantage
+            )
             away = torch.tensor(refs[i]["ref_logprobs"], dtype=torch.float64) - now
             terms.append((-surrogate + BETA * (torch.exp(away) - away - 1)).mean())
     return torch.stack(terms).mean()
@@ -127,8 +176,13 @@ def reference_gradient(double: Any, batch: SimpleNamespace) -> dict[str, np.ndar
 def reference_steps(double: Any, batch: SimpleNamespace) -> dict[str, np.ndarray]:
     """Weights after two optimizer steps on one batch: groups 0 1, then 2 3, both against the policy it began with."""
     policy = copy.deepcopy(double)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE, eps=OPTIMIZER["eps"], betas=(0.9, 0.999),
-                                  weight_decay=OPTIMIZER["weight_decay"])
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=RATE,
+        eps=OPTIMIZER["eps"],
+        betas=(0.9, 0.999),
+        weight_decay=OPTIMIZER["weight_decay"],
+    )
     for groups in ([0, 1], [2, 3]):
         optimizer.zero_grad()
         grpo_loss(policy, double, batch, groups).backward()
@@ -141,7 +195,9 @@ def reference_steps(double: Any, batch: SimpleNamespace) -> dict[str, np.ndarray
 
 
 @pytest.fixture(scope="module", params=SETUPS, ids=lambda s: f"ranks{s[0]}-zero{s[1]}")
-def learner(cluster: None, model_path: Path, request: pytest.FixtureRequest) -> Iterator[LearnerGroup]:
+def learner(
+    cluster: None, model_path: Path, request: pytest.FixtureRequest
+) -> Iterator[LearnerGroup]:
     """Started once a setup. Of its tests only the last one changes the weights."""
     group = LearnerGroup(make_config(model_path, *request.param))
     group.start()
@@ -155,7 +211,9 @@ def weights(learner: LearnerGroup) -> dict[str, np.ndarray]:
         buffer = ray.get(bucket.ref, timeout=WAIT_S)
         for e in bucket.entries:
             size = int(np.prod(e.shape)) * 4
-            out[e.name] = buffer[e.offset : e.offset + size].view(np.float32).reshape(e.shape).copy()
+            out[e.name] = (
+                buffer[e.offset : e.offset + size].view(np.float32).reshape(e.shape).copy()
+            )
     return out
 
 
@@ -167,16 +225,21 @@ def distance(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> flo
 
 
 def test_gradient_is_that_of_the_formula_for_every_split(
-        learner: LearnerGroup, batch: SimpleNamespace, reference_gradient: dict[str, np.ndarray]) -> None:
+    learner: LearnerGroup, batch: SimpleNamespace, reference_gradient: dict[str, np.ndarray]
+) -> None:
     before, gradients, counts = weights(learner), {}, []
     for name, budget in BUDGETS.items():
         work = job(learner.cfg, batch, budget)
         counts.append(work.micro_batches[0])
-        gradients[name] = ray.get([r.gradient.remote(work) for r in learner.ranks], timeout=WAIT_S)[0]
+        gradients[name] = ray.get([r.gradient.remote(work) for r in learner.ranks], timeout=WAIT_S)[
+            0
+        ]
     assert counts[0] > counts[1] > counts[2] == 1
     away = {name: distance(g, reference_gradient) for name, g in gradients.items()}
     between = max(distance(g, gradients["whole"]) for g in gradients.values())
-    print(f"gradient, relative: from float64 {max(away.values()):.2g}, between budgets {between:.2g}; {counts}")
+    print(
+        f"gradient, relative: from float64 {max(away.values()):.2g}, between budgets {between:.2g}; {counts}"
+    )
     assert max(away.values()) < 1e-5 and between < 1e-5
     # Not only in the sum: each parameter on its own.
     for name, wanted in reference_gradient.items():
@@ -186,7 +249,9 @@ def test_gradient_is_that_of_the_formula_for_every_split(
     assert all((before[n] == after[n]).all() for n in before)
 
 
-def test_a_non_finite_step_is_skipped_on_all_ranks(learner: LearnerGroup, batch: SimpleNamespace) -> None:
+def test_a_non_finite_step_is_skipped_on_all_ranks(
+    learner: LearnerGroup, batch: SimpleNamespace
+) -> None:
     """One nan advantage of one sample: counted, and no weight of any rank moves by a bit."""
     before = weights(learner)
     good = job(learner.cfg, batch, BUDGETS["medium"])
@@ -194,7 +259,10 @@ def test_a_non_finite_step_is_skipped_on_all_ranks(learner: LearnerGroup, batch:
     for place in (0, 13):  # samples of different ranks and micro-batches
         values = good.plan.column("advantage").to_numpy().copy()
         values[place] = np.nan
-        poisoned = replace(good, plan=good.plan.set_column(column, good.plan.schema.field(column), pa.array(values)))
+        poisoned = replace(
+            good,
+            plan=good.plan.set_column(column, good.plan.schema.field(column), pa.array(values)),
+        )
         results = ray.get([r.update.remote(poisoned) for r in learner.ranks], timeout=WAIT_S)
         assert [r["steps"][0]["skipped"] for r in results] == [1.0] * len(learner.ranks)
         after = weights(learner)
@@ -202,8 +270,12 @@ def test_a_non_finite_step_is_skipped_on_all_ranks(learner: LearnerGroup, batch:
 
 
 def test_two_optimizer_steps_on_one_batch(
-        learner: LearnerGroup, batch: SimpleNamespace, model: Any, reference_steps: dict[str, np.ndarray],
-        tmp_path: Path) -> None:
+    learner: LearnerGroup,
+    batch: SimpleNamespace,
+    model: Any,
+    reference_steps: dict[str, np.ndarray],
+    tmp_path: Path,
+) -> None:
     """Whole groups a step, clipped ratios against the policy the batch began with; then the saved model is that policy.
 
     Runs after the poisoned steps, so it also shows that those left no trace in gradients or moments."""
@@ -211,13 +283,19 @@ def test_two_optimizer_steps_on_one_batch(
     result = learner.update(job(learner.cfg, batch, BUDGETS["medium"], updates=2))
     assert [s["skipped"] for s in result["steps"]] == [0.0, 0.0]
     total, count, low, high = result["stats"]["ratio"]
-    trained = sum(int(m.lengths.sum()) for m in batch.metas) - int(batch.metas[TIMED_OUT[0]].lengths[TIMED_OUT[1]])
+    trained = sum(int(m.lengths.sum()) for m in batch.metas) - int(
+        batch.metas[TIMED_OUT[0]].lengths[TIMED_OUT[1]]
+    )
     assert count == trained
-    assert low < 0.8 and high > 1.2  # the second step left the trust region, so clipping was put to the test
+    assert (
+        low < 0.8 and high > 1.2
+    )  # the second step left the trust region, so clipping was put to the test
     found = weights(learner)
     moved = {n: found[n] - start[n] for n in start}
     away = distance(moved, {n: reference_steps[n] - start[n] for n in start})
-    print(f"change of weights after two steps, relative to float64: {away:.2g}; ratio {low:.2f} to {high:.2f}")
+    print(
+        f"change of weights after two steps, relative to float64: {away:.2g}; ratio {low:.2f} to {high:.2f}"
+    )
     assert away < 1e-4
     saved_model_is(learner, found, tmp_path)
 
@@ -225,7 +303,7 @@ def test_two_optimizer_steps_on_one_batch(
 def saved_model_is(learner: LearnerGroup, found: dict[str, np.ndarray], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from learner.tokenizer import build_tokenizer
+    from actors.modeling.tokenizer import build_tokenizer
 
     learner.save_model(str(tmp_path / "model"), build_tokenizer())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", use_safetensors=True)
@@ -243,7 +321,7 @@ def saved_model_is(learner: LearnerGroup, found: dict[str, np.ndarray], tmp_path
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_chunks_change_neither_values_nor_gradients(double: Any, temperature: float) -> None:
-    from learner.model import Policy
+    from actors.modeling.policy import Policy
 
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(7, 100, (3, 20), generator=rng)
@@ -257,17 +335,23 @@ def test_chunks_change_neither_values_nor_gradients(double: Any, temperature: fl
         outcomes.append((logprobs, entropy, [p.grad for p in policy.parameters()]))
     whole = outcomes[0]
     for logprobs, entropy, grads in outcomes[1:]:
-        assert torch.allclose(logprobs, whole[0], atol=1e-6) and torch.allclose(entropy, whole[1], atol=1e-6)
-        gap = sum(float((a - b).square().sum()) for a, b in zip(grads, whole[2], strict=True)) ** 0.5
+        assert torch.allclose(logprobs, whole[0], atol=1e-6) and torch.allclose(
+            entropy, whole[1], atol=1e-6
+        )
+        gap = (
+            sum(float((a - b).square().sum()) for a, b in zip(grads, whole[2], strict=True)) ** 0.5
+        )
         assert gap < 1e-5 * sum(float(b.square().sum()) for b in whole[2]) ** 0.5
     with torch.no_grad():
         table = torch.log_softmax(double(ids).logits / temperature, -1)[rows, columns - 1]
-    assert torch.allclose(whole[0].double(), table.gather(1, ids[rows, columns][:, None])[:, 0], atol=1e-5)
+    assert torch.allclose(
+        whole[0].double(), table.gather(1, ids[rows, columns][:, None])[:, 0], atol=1e-5
+    )
     assert torch.allclose(whole[1].double(), -(table.exp() * table).sum(-1), atol=1e-5)
 
 
 def test_entropy_carries_a_gradient_only_when_asked(double: Any) -> None:
-    from learner.model import Policy
+    from actors.modeling.policy import Policy
 
     ids = torch.arange(10, 20)[None]
     rows, columns = torch.zeros(9, dtype=torch.long), torch.arange(1, 10)
@@ -279,7 +363,7 @@ def test_entropy_carries_a_gradient_only_when_asked(double: Any) -> None:
 
 def test_what_follows_a_token_changes_nothing(double: Any) -> None:
     """Right padding needs no mask: any ids behind the last counted token give the same log-probs."""
-    from learner.model import Policy
+    from actors.modeling.policy import Policy
 
     policy = Policy(double, 100)
     ids = torch.randint(7, 100, (1, 30), generator=torch.Generator().manual_seed(1))

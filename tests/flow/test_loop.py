@@ -81,7 +81,9 @@ class Run:
 
     def metrics(self, name: str) -> dict[int, float]:
         file = self.folder / "metrics.jsonl"
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        )
         return {line["step"]: line[name] for line in lines if name in line}
 
     def summary(self) -> dict[str, Any]:
@@ -97,18 +99,36 @@ class Run:
 class Starter:
     """Starts runs, each with `settings` before its own, and ends whatever they left when the test is over."""
 
-    def __init__(self, folder: Path, model: str, settings: Sequence[str] = ("experiment=r1_zero", *SMALL)) -> None:
+    def __init__(
+        self, folder: Path, model: str, settings: Sequence[str] = ("experiment=r1_zero", *SMALL)
+    ) -> None:
         self.folder, self.model, self.settings, self.runs = folder, model, settings, []
 
-    def __call__(self, name: str, *args: str, program: tuple[str, ...] = ("-m", "learner.main")) -> Run:
+    def __call__(
+        self, name: str, *args: str, program: tuple[str, ...] = ("-m", "learner.main")
+    ) -> Run:
         mark, log = uuid.uuid4().hex, self.folder / f"{name}.log"
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VOLLEY_"))} | {MARK: mark}
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VOLLEY_"))} | {
+            MARK: mark
+        }
         env["PYTHONPATH"] = str(ROOT)
-        command = [sys.executable, *program, *self.settings, f"model={self.model}",
-                   f"run_dir={self.folder / name}", *args]
+        command = [
+            sys.executable,
+            *program,
+            *self.settings,
+            f"model={self.model}",
+            f"run_dir={self.folder / name}",
+            *args,
+        ]
         with log.open("wb") as out:
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT,
-                                       start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self.runs.append(Run(self.folder / name, process, log, mark))
         return self.runs[-1]
 
@@ -119,8 +139,10 @@ class Starter:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Any:
-    embedded = ROOT / "learner" / "assets" / "tiny" / "config.json"
-    starter = Starter(tmp_path_factory.mktemp("loop"), "tiny" if embedded.exists() else str(model_path))
+    embedded = ROOT / "actors" / "modeling" / "assets" / "tiny" / "config.json"
+    starter = Starter(
+        tmp_path_factory.mktemp("loop"), "tiny" if embedded.exists() else str(model_path)
+    )
     yield starter
     starter.close()
 
@@ -158,7 +180,9 @@ def test_summary(quiet: Run) -> None:
     n = STEPS * PROMPTS
     assert s["groups"] == {"admitted": n, "trained": n, "filtered": 0, "in_flight": 0, "queued": 0}
     assert 0 < s["setup_s"] < s["wall_s"] and s["tokens_per_s"] > 0
-    assert s["tokens_generated"] == sum(sum(t.column("length").to_pylist()) for t in quiet.rollouts())
+    assert s["tokens_generated"] == sum(
+        sum(t.column("length").to_pylist()) for t in quiet.rollouts()
+    )
     assert 0 < s["sync_logprob_max_abs_diff"] < 1e-4
     for moment in ("before", "after"):
         table = s[moment]
@@ -169,7 +193,9 @@ def test_summary(quiet: Run) -> None:
 
 def test_metrics_and_config(quiet: Run) -> None:
     norms, versions = quiet.metrics("actor/grad_norm"), quiet.metrics("training/policy_version")
-    assert all(norms[s] > 0 for s in range(1, STEPS + 1)), "nothing was trained, so nothing below is proved"
+    assert all(norms[s] > 0 for s in range(1, STEPS + 1)), (
+        "nothing was trained, so nothing below is proved"
+    )
     assert [versions[s] for s in range(1, STEPS + 1)] == [1, 2, 3]
     for name in ("training/rollout_logprob_diff/max", "sync/logprob_max_abs_diff"):
         found = quiet.metrics(name)
@@ -188,7 +214,9 @@ def test_rollouts_are_decoded_and_complete(quiet: Run) -> None:
         assert len(rows) == PROMPTS * SIZE
         assert {r["step"] for r in rows} == {step} and {r["version"] for r in rows} == {step - 1}
         ids = [(r["group_id"], r["sample_index"]) for r in rows]
-        assert ids == [(g, i) for g in range((step - 1) * PROMPTS, step * PROMPTS) for i in range(SIZE)]
+        assert ids == [
+            (g, i) for g in range((step - 1) * PROMPTS, step * PROMPTS) for i in range(SIZE)
+        ]
         for r in rows:
             assert r["status"] == "ok" and r["finish_reason"] in ("stop", "length")
             assert isinstance(r["completion"], str) and 1 <= r["length"] <= 72
@@ -196,7 +224,9 @@ def test_rollouts_are_decoded_and_complete(quiet: Run) -> None:
         for g in {r["group_id"] for r in rows}:  # GRPO's advantage from the rewards in the file
             group = [r for r in rows if r["group_id"] == g]
             rewards = np.array([r["reward"] for r in group])
-            wanted = (rewards - rewards.mean()) / rewards.std() if rewards.std() > 1e-9 else 0 * rewards
+            wanted = (
+                (rewards - rewards.mean()) / rewards.std() if rewards.std() > 1e-9 else 0 * rewards
+            )
             np.testing.assert_allclose([r["advantage"] for r in group], wanted, atol=1e-9)
 
 
@@ -207,8 +237,10 @@ def test_the_saved_model_loads_and_moved(quiet: Run) -> None:
     after = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
     config = yaml.safe_load((quiet.folder / "config.yaml").read_text())
     before = AutoModelForCausalLM.from_pretrained(config["model"]["path"], use_safetensors=True)
-    moved = max(float((a - b).detach().abs().max()) for a, b in
-                zip(after.parameters(), before.parameters(), strict=True))
+    moved = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(after.parameters(), before.parameters(), strict=True)
+    )
     assert 0 < moved < 0.1
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("<think>1+2=3</think>", add_special_tokens=False)["input_ids"]
@@ -245,7 +277,9 @@ def generator_process(run: Run) -> psutil.Process | None:
     """The process that holds the vLLM engine, by the title Ray gives it."""
     for p in run.processes():
         title = processes.title(p)
-        if title.startswith("ray::") and "Generator" in title:  # its constructor's title names the actor first
+        if (
+            title.startswith("ray::") and "Generator" in title
+        ):  # its constructor's title names the actor first
             return p
     return None
 
@@ -263,10 +297,15 @@ def test_a_generator_killed_in_a_step_changes_nothing(start: Starter, quiet: Run
     assert run.processes() == []
 
 
-def test_a_driver_killed_and_resumed_ends_where_the_quiet_run_did(start: Starter, quiet: Run) -> None:
+def test_a_driver_killed_and_resumed_ends_where_the_quiet_run_did(
+    start: Starter, quiet: Run
+) -> None:
     args = [*QUIET, "checkpoint.every=1", "resume=auto"]
     run = start("resumed", *args)  # resume=auto where there is nothing yet starts anew
-    run.until(lambda: (run.folder / "checkpoints" / "step_00001" / "manifest.json").exists(), "first checkpoint")
+    run.until(
+        lambda: (run.folder / "checkpoints" / "step_00001" / "manifest.json").exists(),
+        "first checkpoint",
+    )
     run.process.send_signal(signal.SIGKILL)
     run.process.wait(timeout=30)
     again = start("resumed", *args)
@@ -285,7 +324,7 @@ import numpy as np, pyarrow as pa
 from cluster import security
 security.secure_local_cluster()  # before Ray is imported, with the trainer
 from learner import main, trainer
-from learner.assemble import Assembled
+from learner.algorithms.assemble import Assembled
 
 real, calls = trainer.Trainer.update, []
 
@@ -309,12 +348,23 @@ def test_off_policy_run_with_a_poisoned_step(start: Starter, tmp_path: Path) -> 
     """One version behind, two optimizer steps a batch, dead groups left out, no reference; the second batch is nan."""
     program = tmp_path / "poisoned.py"
     program.write_text(POISON)
-    run = start("off_policy", "rollout.max_staleness=1", "algorithm.tis_cap=2", "learner.updates_per_batch=2",
-                "algorithm.filter=skip_dead", "algorithm.beta=0", "logging.wandb=offline", "logging.report=false",
-                program=(str(program),))
+    run = start(
+        "off_policy",
+        "rollout.max_staleness=1",
+        "algorithm.tis_cap=2",
+        "learner.updates_per_batch=2",
+        "algorithm.filter=skip_dead",
+        "algorithm.beta=0",
+        "logging.wandb=offline",
+        "logging.report=false",
+        program=(str(program),),
+    )
     assert run.wait() == 0, run.output
     groups = run.summary()["groups"]
-    assert groups["admitted"] == groups["trained"] + groups["filtered"] + groups["in_flight"] + groups["queued"]
+    assert (
+        groups["admitted"]
+        == groups["trained"] + groups["filtered"] + groups["in_flight"] + groups["queued"]
+    )
     assert groups["trained"] + groups["filtered"] == STEPS * PROMPTS and groups["trained"] > 0
     assert groups["admitted"] == (STEPS + 1) * PROMPTS  # one step ahead, and no more
     for step in range(1, STEPS + 1):
@@ -324,11 +374,16 @@ def test_off_policy_run_with_a_poisoned_step(start: Starter, tmp_path: Path) -> 
     assert staleness[1] == 0 and max(staleness.values()) == 1
     skipped, versions = run.metrics("actor/skipped_steps"), run.metrics("training/policy_version")
     assert skipped[1] == 0 and skipped[2] == 2 and skipped[3] == 0
-    assert versions[1] == 1 and versions[2] == 1 and versions[3] == 2  # a skipped step publishes nothing
+    assert (
+        versions[1] == 1 and versions[2] == 1 and versions[3] == 2
+    )  # a skipped step publishes nothing
     assert run.metrics("actor/tis_weight/max")[1] <= 2
     assert run.metrics("actor/ratio/max")[1] > 1 + 1e-6  # the second optimizer step of the batch
     for table in run.rollouts():
         dead = [r for r in table.to_pylist() if r["advantage"] == 0]
-        assert all(math.isfinite(r["advantage"]) for r in table.to_pylist()) and len(dead) < table.num_rows
+        assert (
+            all(math.isfinite(r["advantage"]) for r in table.to_pylist())
+            and len(dead) < table.num_rows
+        )
     assert list((run.folder / "wandb").glob("offline-run-*"))
     assert run.processes() == []

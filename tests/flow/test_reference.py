@@ -20,24 +20,41 @@ def rollouts(seed: int, sizes: list[int]) -> pa.RecordBatch:
     """A ROLLOUT of random tokens: one row for each completion length in `sizes`."""
     rng = np.random.default_rng(seed)
     n = len(sizes)
-    return pa.RecordBatch.from_pydict({
-        "group_id": [seed] * n, "prompt_id": [f"p{seed}"] * n, "sample_index": list(range(n)),
-        "prompt_ids": [rng.integers(7, 100, 6 + seed).tolist()] * n,
-        "completion_ids": [rng.integers(7, 100, k).tolist() for k in sizes],
-        "behaviour_logprobs": [(-rng.random(k) * 4).tolist() for k in sizes],
-        "versions": [[0] * k for k in sizes], "finish_reason": ["length"] * n}, schema=ROLLOUT)
+    return pa.RecordBatch.from_pydict(
+        {
+            "group_id": [seed] * n,
+            "prompt_id": [f"p{seed}"] * n,
+            "sample_index": list(range(n)),
+            "prompt_ids": [rng.integers(7, 100, 6 + seed).tolist()] * n,
+            "completion_ids": [rng.integers(7, 100, k).tolist() for k in sizes],
+            "behaviour_logprobs": [(-rng.random(k) * 4).tolist() for k in sizes],
+            "versions": [[0] * k for k in sizes],
+            "finish_reason": ["length"] * n,
+        },
+        schema=ROLLOUT,
+    )
 
 
 @pytest.fixture(scope="module")
 def settings(model_path: Path) -> Any:
     from learner.main import load
 
-    return load(["experiment=r1_zero", f"model={model_path}", "reference.count=2", "learner.micro_batch_tokens=150",
-                 "learner.logprob_chunk_tokens=32", "reference.cpus=0"])
+    return load(
+        [
+            "experiment=r1_zero",
+            f"model={model_path}",
+            "reference.count=2",
+            "learner.micro_batch_tokens=150",
+            "learner.logprob_chunk_tokens=32",
+            "reference.cpus=0",
+        ]
+    )
 
 
 @pytest.fixture(scope="module")
-def pool(cluster: None, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferencePool]:
+def pool(
+    cluster: None, settings: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ReferencePool]:
     pool = ReferencePool(settings, tmp_path_factory.mktemp("run"))
     pool.start()
     yield pool
@@ -52,8 +69,12 @@ def worst(pool: ReferencePool, tables: list[pa.RecordBatch], model: Any) -> floa
     for table, batch in zip(tables, found, strict=True):
         assert batch.schema.equals(REFERENCE)
         assert batch.column("group_id").equals(table.column("group_id"))
-        for row, values in zip(table.to_pylist(), batch.column("ref_logprobs").to_pylist(), strict=True):
-            wanted = hf_logprobs(model, row["prompt_ids"] + row["completion_ids"])[len(row["prompt_ids"]) - 1 :]
+        for row, values in zip(
+            table.to_pylist(), batch.column("ref_logprobs").to_pylist(), strict=True
+        ):
+            wanted = hf_logprobs(model, row["prompt_ids"] + row["completion_ids"])[
+                len(row["prompt_ids"]) - 1 :
+            ]
             difference = max(difference, float(np.abs(wanted - np.array(values)).max()))
     return difference
 

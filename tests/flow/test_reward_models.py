@@ -17,39 +17,59 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from actors.prompts import make_prompt
+from actors.data.prompts import make_prompt
+from actors.modeling.tokenizer import save_tokenizer
 from actors.records import ROLLOUT, GroupMeta
 from actors.rollouts import Group
-from learner.config import ConfigError
-from learner.tokenizer import save_tokenizer
-from reward_service.meaning import NEW
-from reward_service.model_pool import RewardModelPool, check_vocabulary
-from reward_service.models import load_reward_model
+from conf.schema import ConfigError
+from reward_service.models.heads import load_reward_model
+from reward_service.models.meaning import NEW
+from reward_service.models.pool import RewardModelPool, check_vocabulary
 
 LONG = 10_000  # tokens
 MIB = 1 << 20
 
 
-def make_reward_model(folder: Path, seed: int, context: int = 224, hidden: int = 64, layers: int = 2) -> Path:
+def make_reward_model(
+    folder: Path, seed: int, context: int = 224, hidden: int = 64, layers: int = 2
+) -> Path:
     tokenizer = save_tokenizer(folder, context)
     torch.manual_seed(seed)
-    LlamaForSequenceClassification(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        num_attention_heads=4, max_position_embeddings=context, num_labels=1, initializer_range=0.2,
-        pad_token_id=tokenizer.pad_token_id)).save_pretrained(folder)
+    LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            max_position_embeddings=context,
+            num_labels=1,
+            initializer_range=0.2,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    ).save_pretrained(folder)
     return folder
 
 
 def make_group(number: int, lengths: list[int]) -> Group:
     rng = np.random.default_rng(number)
     n = len(lengths)
-    table = pa.RecordBatch.from_pydict({
-        "group_id": [number] * n, "prompt_id": [f"p{number}"] * n, "sample_index": list(range(n)),
-        "prompt_ids": [rng.integers(7, 100, 6).tolist()] * n,
-        "completion_ids": [rng.integers(7, 100, k).tolist() for k in lengths],
-        "behaviour_logprobs": [[-1.0] * k for k in lengths], "versions": [[0] * k for k in lengths],
-        "finish_reason": ["stop"] * n}, schema=ROLLOUT)
-    prompt = make_prompt(template="short", question=f"{number}+1=?", gold="5", data_source="arithmetic", task="math")
+    table = pa.RecordBatch.from_pydict(
+        {
+            "group_id": [number] * n,
+            "prompt_id": [f"p{number}"] * n,
+            "sample_index": list(range(n)),
+            "prompt_ids": [rng.integers(7, 100, 6).tolist()] * n,
+            "completion_ids": [rng.integers(7, 100, k).tolist() for k in lengths],
+            "behaviour_logprobs": [[-1.0] * k for k in lengths],
+            "versions": [[0] * k for k in lengths],
+            "finish_reason": ["stop"] * n,
+        },
+        schema=ROLLOUT,
+    )
+    prompt = make_prompt(
+        template="short", question=f"{number}+1=?", gold="5", data_source="arithmetic", task="math"
+    )
     meta = GroupMeta(number, f"p{number}", 6, np.array(lengths), ("stop",) * n, 0, 0)
     return Group(prompt, meta, ray.put(table))
 
@@ -58,18 +78,35 @@ def alone(folder: Path, group: Group) -> list[float]:
     """One answer at a time."""
     model = load_reward_model(str(folder)).eval()
     with torch.no_grad():
-        return [float(model(torch.tensor([r["prompt_ids"] + r["completion_ids"]]), torch.tensor([0]),
-                            torch.tensor([len(r["prompt_ids"] + r["completion_ids"]) - 1]),
-                            torch.tensor([len(r["prompt_ids"])])))
-                for r in ray.get(group.table).to_pylist()]
+        return [
+            float(
+                model(
+                    torch.tensor([r["prompt_ids"] + r["completion_ids"]]),
+                    torch.tensor([0]),
+                    torch.tensor([len(r["prompt_ids"] + r["completion_ids"]) - 1]),
+                    torch.tensor([len(r["prompt_ids"])]),
+                )
+            )
+            for r in ray.get(group.table).to_pylist()
+        ]
 
 
 def settings(model: Path, *more: str) -> Any:
     from learner.main import load
 
-    return load(["experiment=r1_zero", f"model={model}", "reward=orm", f"reward.models.orm.path={model}",
-                 "reward_model.cpus=0", "reward_model.batch_tokens=300", "data.max_prompt_tokens=24",
-                 "rollout.max_tokens=100", *more])
+    return load(
+        [
+            "experiment=r1_zero",
+            f"model={model}",
+            "reward=orm",
+            f"reward.models.orm.path={model}",
+            "reward_model.cpus=0",
+            "reward_model.batch_tokens=300",
+            "data.max_prompt_tokens=24",
+            "rollout.max_tokens=100",
+            *more,
+        ]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +126,9 @@ def scores(pool: RewardModelPool, group: Group) -> list[float]:
     return [v["orm"].score for v in pool.collect(group.meta.group_id)]
 
 
-def test_groups_are_spread_batched_and_scored_and_a_refresh_reaches_all(pool: RewardModelPool,
-                                                                        folders: list[Path]) -> None:
+def test_groups_are_spread_batched_and_scored_and_a_refresh_reaches_all(
+    pool: RewardModelPool, folders: list[Path]
+) -> None:
     groups = [make_group(i, [5 + 7 * i, 40, 90]) for i in range(6)]
     for g in groups:
         pool.submit(g)
@@ -105,8 +143,9 @@ def test_groups_are_spread_batched_and_scored_and_a_refresh_reaches_all(pool: Re
         assert scores(pool, g) == pytest.approx(alone(folders[1], g), abs=1e-4)
 
 
-def test_a_killed_one_loses_no_answer_and_its_successor_has_the_refreshed_model(pool: RewardModelPool,
-                                                                                folders: list[Path]) -> None:
+def test_a_killed_one_loses_no_answer_and_its_successor_has_the_refreshed_model(
+    pool: RewardModelPool, folders: list[Path]
+) -> None:
     pool.load("orm", str(folders[1]))
     groups = [make_group(i, [20, 60, 90, 30]) for i in range(12)]
     for index in (0, 1):  # both are at work, or have it before them
@@ -120,11 +159,17 @@ def test_a_killed_one_loses_no_answer_and_its_successor_has_the_refreshed_model(
     assert pool.restarts == 2 and not pool.pending
 
 
-def test_one_of_10000_tokens_among_short_ones_takes_no_more_memory_than_itself(cluster: None, tmp_path: Path) -> None:
+def test_one_of_10000_tokens_among_short_ones_takes_no_more_memory_than_itself(
+    cluster: None, tmp_path: Path
+) -> None:
     """Padded to the longest, 64 answers would need 64 x 10,000 x 1,024 values for one layer's MLP: 2.4 GiB."""
     folder = make_reward_model(tmp_path, 3, context=16_384, hidden=256)
-    cfg = settings(folder, f"rollout.max_tokens={LONG}", "learner.micro_batch_tokens=20000",
-                   "reward_model.batch_tokens=4096")
+    cfg = settings(
+        folder,
+        f"rollout.max_tokens={LONG}",
+        "learner.micro_batch_tokens=20000",
+        "reward_model.batch_tokens=4096",
+    )
     pool = RewardModelPool(cfg, str(folder))
     pool.start()
     try:
@@ -147,10 +192,17 @@ def test_one_of_10000_tokens_among_short_ones_takes_no_more_memory_than_itself(c
         pool.stop()
 
 
-def test_one_that_is_long_at_work_answers_its_probes_and_is_left_alone(cluster: None, tmp_path: Path) -> None:
+def test_one_that_is_long_at_work_answers_its_probes_and_is_left_alone(
+    cluster: None, tmp_path: Path
+) -> None:
     folder = make_reward_model(tmp_path, 4, context=4096, hidden=256)
-    cfg = settings(folder, "rollout.max_tokens=3000", "learner.micro_batch_tokens=4096", "cluster.probe_timeout_s=2",
-                   "reward_model.batch_tokens=3000")
+    cfg = settings(
+        folder,
+        "rollout.max_tokens=3000",
+        "learner.micro_batch_tokens=4096",
+        "cluster.probe_timeout_s=2",
+        "reward_model.batch_tokens=3000",
+    )
     pool = RewardModelPool(cfg, str(folder))
     pool.start()
     cfg.reward_model.timeout_s = 2.0  # a start takes longer
@@ -168,7 +220,11 @@ def test_one_that_is_long_at_work_answers_its_probes_and_is_left_alone(cluster: 
 
 def peak_mib(process: psutil.Process) -> float:
     """Highest resident set so far (Linux)."""
-    line = next(x for x in Path(f"/proc/{process.pid}/status").read_text().splitlines() if x.startswith("VmHWM"))
+    line = next(
+        x
+        for x in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        if x.startswith("VmHWM")
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -178,7 +234,9 @@ def test_a_model_with_another_vocabulary_is_refused(folders: list[Path], tmp_pat
     other = make_reward_model(tmp_path / "other", 0)
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"7"', '"\u00e9"'))
-    with pytest.raises(ConfigError, match="reward.models.orm.path=.*2 tokens differ.*policy's tokenizer"):
+    with pytest.raises(
+        ConfigError, match="reward.models.orm.path=.*2 tokens differ.*policy's tokenizer"
+    ):
         check_vocabulary("orm", str(other), str(folders[0]))
     for file in other.glob("tokenizer*"):
         file.unlink()

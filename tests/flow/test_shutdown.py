@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from learner import checkpoint
-from learner.run import _shared_files
+from cluster.stopping import _shared_files
+from learner.checkpoints import checkpoint
 from tests.flow.test_loop import QUIET, RUN_S, Run, Starter, generator_process
 
 LIMIT_S = 15.0
@@ -54,8 +54,9 @@ def interrupted(run: Run, how: signal.Signals, whole_group: bool) -> None:
     print(f"gone {took:.1f} s after {how.name}")
 
 
-BOTH = pytest.mark.parametrize(("how", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)],
-                               ids=["ctrl_c", "sigterm"])
+BOTH = pytest.mark.parametrize(
+    ("how", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["ctrl_c", "sigterm"]
+)
 
 
 def process(run: Run, name: str) -> psutil.Process | None:

@@ -14,12 +14,12 @@ import psutil
 import pytest
 import ray
 
-from cluster.failures import LearnerLost
-from cluster.health import RestartsExhausted
-from cluster.remote import DeadlineExceeded, get
-from cluster.supervisor import Process, Supervised, end_process, here, ping, pingable
-from learner import services
-from learner.config import ClusterConfig
+from actors import rollout_log
+from cluster.supervision.failures import LearnerLost
+from cluster.supervision.health import RestartsExhausted
+from cluster.supervision.remote import DeadlineExceeded, get
+from cluster.supervision.supervisor import Process, Supervised, end_process, here, ping, pingable
+from conf.schema import ClusterConfig
 
 WAIT_S = 60.0
 
@@ -49,8 +49,9 @@ class Pair:
     def __init__(self, n: int = 1, restarts: int = 2, **arguments: int) -> None:
         self.generation, self.n, self.arguments = -1, n, arguments
         cluster = ClusterConfig(restarts=restarts, restart_backoff_s=0.2, probe_timeout_s=2.0)
-        self.member = Supervised("worker-0", self.create, cluster, "cluster.restarts", restarts, WAIT_S, "the log",
-                                 ping)
+        self.member = Supervised(
+            "worker-0", self.create, cluster, "cluster.restarts", restarts, WAIT_S, "the log", ping
+        )
 
     def create(self, suffix: str) -> list[Any]:
         self.generation += 1
@@ -75,7 +76,10 @@ def made(cluster: None) -> Iterator[Any]:
 
 
 def gone(process: Process) -> bool:
-    return not psutil.pid_exists(process.pid) or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+    return (
+        not psutil.pid_exists(process.pid)
+        or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+    )
 
 
 def lost(pair: Pair) -> Exception:
@@ -96,14 +100,18 @@ def test_a_dead_one_is_replaced_and_all_that_belong_to_it(made: Any) -> None:
     assert pair.member.health.state == "healthy" and pair.member.health.restarts == 1
 
 
-def test_one_that_is_stopped_is_found_by_its_pings_and_is_really_gone(made: Any, capsys: Any) -> None:
+def test_one_that_is_stopped_is_found_by_its_pings_and_is_really_gone(
+    made: Any, capsys: Any
+) -> None:
     pair = made()
     pair.member.start()
     process = pair.member.processes[0]
     os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
     error = lost(pair)
-    assert 2.0 <= time.monotonic() - began < 6.0  # probe_timeout_s is 2, and not the minute that the work may take
+    assert (
+        2.0 <= time.monotonic() - began < 6.0
+    )  # probe_timeout_s is 2, and not the minute that the work may take
     assert "cluster.probe_timeout_s=2" in str(error)
     pair.member.replace(error)
     assert gone(process) and pair.ask() == 1
@@ -203,16 +211,22 @@ class Writer:
 
 
 def test_rollouts_are_written_by_a_new_writer_or_told_to_be_lost(
-        cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(services, "RolloutWriter", Writer)
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(rollout_log, "RolloutWriter", Writer)
     cfg = SimpleNamespace(logging=SimpleNamespace(rollouts=-1), cluster=ClusterConfig())
-    log = services.RolloutLog(cfg, tmp_path, "")
+    log = rollout_log.RolloutLog(cfg, tmp_path, "")
     log.start()
-    group = SimpleNamespace(prompt=SimpleNamespace(text=""), table=None, meta=SimpleNamespace(lengths=[1]))
+    group = SimpleNamespace(
+        prompt=SimpleNamespace(text=""), table=None, meta=SimpleNamespace(lengths=[1])
+    )
     for step in range(1, 5):
         log.write(step, [group], [None], [[0.0]])
     log.flush()
     assert {p.name for p in tmp_path.iterdir()} == {"died", "step_1", "step_3", "step_4"}
     assert log.restarts == 1 and log.lost == [2]
-    assert "rollouts of step 2 are not written: OSError: [Errno 28] No space left" in capsys.readouterr().out
+    assert (
+        "rollouts of step 2 are not written: OSError: [Errno 28] No space left"
+        in capsys.readouterr().out
+    )
     log.member.end()

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from learner.config import table
+from conf.schema import table
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,16 +12,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ENGINES = ("ray", "vllm", "deepspeed")
 PURE = (
-    "actors.prompts", "actors.records", "actors.staleness",
-    "learner.advantages", "learner.algorithms", "learner.batching", "learner.compare", "learner.corpus",
-    "learner.evaluate", "learner.guards", "learner.kl", "learner.losses", "learner.regimes", "learner.report",
-    "learner.tokenizer",
-    "reward_service.grading", "reward_service.rules",
-    "cluster.environment", "cluster.failures", "cluster.health", "cluster.metrics", "cluster.placement", "cluster.plan",
-    "cluster.progress", "cluster.security",
+    "actors.data.prompts", "actors.records", "actors.staleness",
+    "learner.algorithms.advantages", "learner.algorithms.registry", "learner.algorithms.batching", "learner.reports.compare", "actors.data.corpus",
+    "learner.evaluation.measures", "learner.evaluation.guards", "learner.algorithms.kl", "learner.algorithms.losses", "learner.algorithms.regimes", "learner.reports.report",
+    "actors.modeling.tokenizer",
+    "reward_service.math.grading", "reward_service.rules.rules",
+    "cluster.environment", "cluster.supervision.failures", "cluster.supervision.health", "cluster.monitoring.metrics", "cluster.placement", "cluster.plan",
+    "cluster.monitoring.progress", "cluster.security",
 )  # fmt: skip
 # Everything between the command line and the first check of the settings.
-FAST = ("learner.config", "learner.main")
+FAST = ("conf.schema", "learner.main")
 SLOW_TO_IMPORT = (*ENGINES, "torch", "transformers", "wandb", "pandas", "matplotlib")
 
 
@@ -35,7 +35,9 @@ def loaded_after(module: str, watched: tuple[str, ...]) -> list[str]:
         f"import json, sys, importlib; importlib.import_module({module!r});"
         f"print(json.dumps([m for m in {list(watched)!r} if m in sys.modules]))"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -53,6 +55,8 @@ def test_the_way_to_a_config_error_imports_nothing_slow(module: str) -> None:
 def test_the_watch_itself_works(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ray; print('ray' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert run.stdout.strip() == "True"
     assert loaded_after("json", ("json", "ray")) == ["json"]

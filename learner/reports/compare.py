@@ -1,0 +1,270 @@
+"""Finished runs side by side: `python -m learner.reports.compare FOLDER` writes FOLDER/comparison.md and FOLDER/comparison.png.
+
+FOLDER holds runs named LABEL-seedN (experiment=compare_algorithms makes such a one); runs of one label are averaged.
+Samples are the answers of the groups that a run has trained on or filtered; accuracy is held-out pass@1. A spread is
+the standard deviation over seeds (divided by their number less one). How fast: the samples of the first evaluation at
+or above the highest multiple of 0.05 that every run reached.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.monitoring.metrics import MetricError, read
+
+STEP = 0.05  # of accuracies that samples are counted to
+HEADER = (
+    "",
+    "runs",
+    "pass@1 before",
+    "pass@1 after",
+    "maj@8 after",
+    "format after",
+    "length after",
+    "samples",
+    "learner tokens",
+    "minutes",
+)
+SHOWN = ("", "runs", "pass@1 after", "maj@8 after", "samples", "learner tokens")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run. `curve`: (samples, held-out pass@1) of each evaluation, in order; `judged`: (samples, mean
+    score of the reward model, gold accuracy) of each step's training answers, where there is such a model."""
+
+    label: str
+    summary: dict[str, Any]
+    curve: tuple[tuple[float, float], ...]
+    samples: float
+    learner_tokens: (
+        float | None
+    )  # prompt and completion tokens that the learner trained on; None: not measured
+    judged: tuple[tuple[float, float, float], ...] = ()
+
+
+def load(folder: Path) -> Run:
+    """Raises MetricError or OSError where the folder holds no finished run."""
+    summary = json.loads((folder / "summary.json").read_text())
+    size = yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["group_size"]
+    _, rows = read(folder / "metrics.jsonl")
+    samples = {0: 0.0} | {
+        r["step"]: size * (r["groups/trained"] + r["groups/filtered"])
+        for r in rows
+        if "groups/trained" in r
+    }
+    curve = tuple(
+        (samples[r["step"]], r["eval/pass@1"]) for r in rows if r.get("eval/pass@1") is not None
+    )
+    trained = [r["perf/trained_tokens"] for r in rows if "perf/trained_tokens" in r]
+    gap = next((k for r in rows for k in r if k.startswith("reward_gap/")), "")
+    judged = tuple(
+        (samples[r["step"]], r["reward/accuracy"] + r[gap], r["reward/accuracy"])
+        for r in rows
+        if gap in r
+    )
+    return Run(
+        re.sub(r"-seed\d+$", "", folder.name),
+        summary,
+        curve,
+        samples[max(samples)],
+        sum(trained) if trained else None,
+        judged,
+    )
+
+
+def spread(values: Sequence[float | None], form: str) -> str:
+    """Mean and spread as text; "-" where nothing was measured. One value has no spread."""
+    known = [v for v in values if v is not None]
+    if not known:
+        return "-"
+    mean = form.format(statistics.fmean(known))
+    return f"{mean} ± {form.format(statistics.stdev(known))}" if len(known) > 1 else mean
+
+
+def common(runs: Sequence[Run]) -> float:
+    """The highest multiple of STEP that the curve of every run reached; 0 where one has none."""
+    return STEP * math.floor(
+        min(max((v for _, v in r.curve), default=0.0) for r in runs) / STEP + 1e-9
+    )
+
+
+def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """HEADER and how many samples it took to a common accuracy, then one row a label, in order of name."""
+    level = common(runs)
+    out: list[tuple[str, ...]] = [(*HEADER, f"samples to {level:.2f}")]
+    for label in sorted({r.label for r in runs}):
+        same = [r for r in runs if r.label == label]
+        after = [r.summary["after"] for r in same]
+        out.append(
+            (
+                label,
+                str(len(same)),
+                spread([r.summary["before"]["pass@1"] for r in same], "{:.3f}"),
+                *(
+                    spread([a.get(key) for a in after], form)
+                    for key, form in (
+                        ("pass@1", "{:.3f}"),
+                        ("maj@8", "{:.3f}"),
+                        ("format", "{:.3f}"),
+                        ("length", "{:.1f}"),
+                    )
+                ),
+                f"{statistics.fmean(r.samples for r in same):,.0f}",
+                spread([r.learner_tokens for r in same], "{:,.0f}"),
+                spread([r.summary["wall_s"] / 60 for r in same], "{:.1f}"),
+                spread(
+                    [next((n for n, v in r.curve if v >= level - 1e-9), None) for r in same],
+                    "{:,.0f}",
+                ),
+            )
+        )
+    return out
+
+
+def bands(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
+    """(samples, mean, spread) at each point that every curve of (samples, value) has."""
+    found = []
+    for points in zip(*curves, strict=False):
+        values = [p[1] for p in points]
+        found.append(
+            (
+                statistics.fmean(p[0] for p in points),
+                statistics.fmean(values),
+                statistics.stdev(values) if len(values) > 1 else 0.0,
+            )
+        )
+    return found
+
+
+def figure(runs: Sequence[Run], title: str) -> Any:
+    """Held-out accuracy against samples: mean of the seeds as a line, one spread to each side as a band. Where rewards
+    came from a model, beside it what the model gave (dashed) and what was right (solid) of the training answers."""
+    from matplotlib.figure import Figure
+
+    judged = any(r.judged for r in runs)
+    fig = Figure(figsize=(12 if judged else 7, 4.2), layout="constrained", dpi=110)
+    axes = fig.subplots(1, 2 if judged else 1, squeeze=False)[0]
+    for i, label in enumerate(sorted({r.label for r in runs})):
+        same, color = [r for r in runs if r.label == label], f"C{i}"
+        draw(axes[0], [r.curve for r in same], color, label, "-", "o")
+        for column, style, what in ((1, "--", "model"), (2, "-", "gold")) if judged else ():
+            curves = [[(point[0], point[column]) for point in r.judged] for r in same if r.judged]
+            draw(axes[1], curves, color, f"{label}: {what}", style)
+    axes[0].set(title=title, xlabel="samples", ylabel="held-out pass@1")
+    if judged:
+        axes[1].set(
+            title="training answers", xlabel="samples", ylabel="reward model's score, gold accuracy"
+        )
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    return fig
+
+
+def draw(
+    axis: Any,
+    curves: Sequence[Sequence[tuple[float, float]]],
+    color: str,
+    label: str,
+    style: str,
+    marker: str = "",
+) -> None:
+    """One line and its band."""
+    if found := bands(curves):
+        x, mean, width = (list(column) for column in zip(*found, strict=True))
+        axis.plot(x, mean, style, marker=marker, markersize=3, color=color, label=label)
+        axis.fill_between(
+            x,
+            [m - w for m, w in zip(mean, width, strict=True)],
+            [m + w for m, w in zip(mean, width, strict=True)],
+            color=color,
+            alpha=0.15,
+        )
+
+
+def write(folder: Path) -> list[tuple[str, ...]]:
+    """Write comparison.md and comparison.png from the finished runs in `folder`; returns the table's rows.
+
+    Raises MetricError where there is none."""
+    runs = [load(f.parent) for f in sorted(folder.glob("*/summary.json"))]
+    if not runs:
+        raise MetricError(f"{folder} holds no finished run: give the folder whose folders are runs")
+    table = rows(runs)
+    lines = [table[0], ("---",) + ("---:",) * (len(table[0]) - 1), *table[1:]]
+    (folder / "comparison.md").write_text(
+        "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    )
+    figure(runs, folder.resolve().name).savefig(
+        folder / "comparison.png", metadata={"Software": None}
+    )
+    return table
+
+
+def show(folder: Path) -> None:
+    """Write the comparison and print what of it fits a terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    header, *body = write(folder)
+    shown = [i for i, name in enumerate(header) if name in SHOWN or name.startswith("samples to")]
+    table = Table(
+        title=f"{folder}/comparison.md, comparison.png", title_justify="left", box=SIMPLE_HEAD
+    )
+    for i in shown:
+        table.add_column(header[i], justify="right" if i else "left")
+    for row in body:
+        table.add_row(*(row[i] for i in shown))
+    Console().print(table)
+
+
+# ---- sweeps --------------------------------------------------------------------------------------------------
+
+
+def finished(cfg: Any) -> bool:
+    """Whether cfg.run_dir holds this very run (conf.schema.Config), ended, and resume=auto asks to go on."""
+    from learner.checkpoints.checkpoint import changes
+
+    folder = Path(cfg.run_dir)
+    if cfg.resume != "auto" or not (folder / "summary.json").is_file():
+        return False
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    return saved["steps"] == cfg.steps and not changes(cfg, saved)
+
+
+def conclude(runs: Sequence[tuple[str, int]]) -> int:
+    """The end of a sweep of (folder, exit status): compare what lies in one folder, name what failed; exit status."""
+    parents = {Path(folder).parent for folder, status in runs if status == 0 and folder}
+    if (
+        len(parents) == 1 and len(runs) > 1 and any(min(parents).glob("*/summary.json"))
+    ):  # none after a preflight
+        show(min(parents))
+    failed = [folder or "a run without run_dir" for folder, status in runs if status]
+    if failed:
+        print(
+            f"volley: error: {len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}. Start the same command "
+            "again to do only these.",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m learner.reports.compare FOLDER")
+    try:
+        show(Path(sys.argv[1]))
+    except MetricError as error:
+        sys.exit(f"compare: {error}")
