@@ -54,7 +54,7 @@ def find(cfg: Config, run_dir: Path, store: Store) -> Path | None:
     if store.steps() and (cfg.resume == "never" or source.root != store.root):
         raise CheckpointError(
             f"resume={cfg.resume}: {store.address} holds checkpoints of another run already. Give "
-            "another run_dir or store.folder, or go on with that run: resume=auto."
+            "another run_dir or checkpoint.folder, or go on with that run: resume=auto."
         )
     if cfg.resume == "never":
         return None

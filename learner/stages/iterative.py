@@ -97,18 +97,18 @@ class Refresher:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """(measures before, after) of the model that is written to `there`. Ranks that are lost begin again."""
         learner = RewardLearner(self.cfg, self.model)
-        learner.engine.group.start()
+        learner.group.start()
         while True:
             try:
-                before = learner.evaluation.step_metrics(heldout)
+                before = learner.measure(heldout)
                 learner.fit(fresh, old, self.cfg.seed + STRIDE * number)
-                after = learner.evaluation.step_metrics(heldout)
+                after = learner.measure(heldout)
                 there.parent.mkdir(parents=True, exist_ok=True)
-                learner.engine.group.save_model(str(there), self.trainer.tokenizer)
+                learner.group.save_model(str(there), self.trainer.tokenizer)
                 break
             except LearnerLost as error:
-                learner.engine.group.revive(error, None)
-        learner.engine.group.stop()
+                learner.group.revive(error, None)
+        learner.group.stop()
         return before, after
 
     def file(self, number: int) -> Path:

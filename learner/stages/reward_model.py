@@ -148,7 +148,7 @@ def train(
         else {"done": 0, "before": {}, "wandb_id": None}
     )
     learner = RewardLearner(cfg, cfg.reward_model.init or initial)
-    learner.engine.group.start(str(saved) if saved else None)
+    learner.group.start(str(saved) if saved else None)
     log = MetricLog(
         run_dir,
         wandb=cfg.logging.wandb,
@@ -160,19 +160,19 @@ def train(
         resume_step=state["done"] or None,
     )
     try:
-        before = state["before"] or learner.evaluation.step_metrics(heldout)
+        before = state["before"] or learner.measure(heldout)
         print(
             f"volley: {len(fresh)} answers to train on, {len(heldout)} held out; before: {shown(before)}",
             flush=True,
         )
         stage = _Stage(cfg, learner, log, stopping, store, before)
         stage.run(fresh, state["done"])
-        after = learner.evaluation.step_metrics(heldout)
+        after = learner.measure(heldout)
         log.log(
             cfg.reward_model.steps,
             {f"reward_model/heldout/{k}": v for k, v in after.items() if v is not None},
         )
-        learner.engine.group.save_model(str(run_dir / "model"), tokenizer)
+        learner.group.save_model(str(run_dir / "model"), tokenizer)
     finally:
         log.close()
     summary = {

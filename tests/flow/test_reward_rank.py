@@ -184,25 +184,25 @@ def test_one_step_is_that_of_the_formula_however_it_is_split(
         ),
         str(begun),
     )
-    learner.engine.group.start()
+    learner.group.start()
     try:
         answers = of_record(batch, ray.put(batch))
         wanted, grads, logits = reference(begun, batch, "pointwise", head)
         job = reward_training.make_job(
             answers, reward_training.units(answers, "pointwise"), "pointwise", ranks, budget, 0, 0.0
         )
-        found = dict(learner.engine.group.score(job))
+        found = dict(learner.group.score(job))
         for i, row in enumerate(logits):
             assert found[i] == pytest.approx(row, abs=2e-5)
-        result = learner.engine.group.update(job)
+        result = learner.group.update(job)
         assert result["stats"]["loss"][0] == pytest.approx(wanted, abs=1e-5)
-        learner.engine.group.save_state(str(tmp_path))
+        learner.group.save_state(str(tmp_path))
         state = load_file(tmp_path / "policy.safetensors")
         for name, grad in grads.items():
             got = state[f"exp_avg/model.{name}"].double().numpy() / (1 - BETA1)
             assert np.abs(got - grad).max() <= 2e-5 * max(1.0, np.abs(grad).max()), name
     finally:
-        learner.engine.group.stop()
+        learner.group.stop()
 
 
 @pytest.mark.parametrize("head", ["scalar", "implicit"])
@@ -231,31 +231,27 @@ def test_pairs_and_the_saved_directory(
     )
     begun = implicit_start if head == "implicit" else start
     learner = RewardLearner(cfg, str(begun))
-    learner.engine.group.start()
+    learner.group.start()
     try:
         answers = of_record(only_last(batch), ray.put(batch))
         wanted, grads, _ = reference(begun, only_last(batch), "pairwise", head)
         job = reward_training.make_job(
             answers, reward_training.units(answers, "pairwise"), "pairwise", 1, 120, 0, 0.0
         )
-        assert learner.engine.group.update(job)["stats"]["loss"][0] == pytest.approx(
-            wanted, abs=1e-5
-        )
-        learner.engine.group.save_state(str(tmp_path))
+        assert learner.group.update(job)["stats"]["loss"][0] == pytest.approx(wanted, abs=1e-5)
+        learner.group.save_state(str(tmp_path))
         state = load_file(tmp_path / "policy.safetensors")
         for name, grad in grads.items():
             got = state[f"exp_avg/model.{name}"].double().numpy() / (1 - BETA1)
             assert np.abs(got - grad).max() <= 2e-5 * max(1.0, np.abs(grad).max()), name
         learner.fit(answers, None, 0)
-        assert (
-            learner.evaluation.step_metrics(answers)["accuracy"] == 1.0
-        )  # six pairs are learned by heart
-        learner.engine.group.save_model(str(tmp_path / "model"), load_tokenizer(cfg.model))
+        assert learner.measure(answers)["accuracy"] == 1.0  # six pairs are learned by heart
+        learner.group.save_model(str(tmp_path / "model"), load_tokenizer(cfg.model))
         beta = BETA if head == "implicit" else 0.0
         assert meaning(str(tmp_path / "model"), {}) == Meaning("outcome", False, "", head, beta)
         _, _, logits = reference(tmp_path / "model", only_last(batch), "pairwise", head)
         found = dict(
-            learner.engine.group.score(
+            learner.group.score(
                 reward_training.make_job(
                     answers, reward_training.units(answers, "pointwise"), "pointwise", 1, 120
                 )
@@ -265,4 +261,4 @@ def test_pairs_and_the_saved_directory(
             [row[0] for row in logits], abs=2e-5
         )
     finally:
-        learner.engine.group.stop()
+        learner.group.stop()
