@@ -13,7 +13,7 @@ import pytest
 
 from cluster.stopping import _shared_files
 from learner.checkpoints import checkpoint
-from tests.flow.test_loop import QUIET, RUN_S, Run, Starter, generator_process
+from tests.flow.runs import QUIET, RUN_S, Run, Starter, generator_process
 
 LIMIT_S = 15.0
 

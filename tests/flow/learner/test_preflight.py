@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flow.test_loop import QUIET, ROOT, RUN_S, Starter
+from tests.flow.runs import QUIET, ROOT, RUN_S, Starter
 from tests.processes import listening
 
 pytestmark = pytest.mark.timeout(RUN_S + 60)
