@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from tests.flow.test_loop import QUIET, Run, Starter
+from tests.flow.runs import QUIET, Run, Starter
 from tests.processes import title
 
 # Classes of the actors. The workers of the reward service are children of its actor.

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.chaos import ARGS, KINDS, differences, last_step, replaced, strike, torment
-from tests.flow.test_loop import RUN_S, Run, Starter
+from tests.flow.runs import RUN_S, Run, Starter
 
 STEPS, SEED = 12, 5
 SHORT = [

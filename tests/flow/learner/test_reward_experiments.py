@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from actors.data import corpus
 from actors.data.corpus import stable_rng
 from actors.records import LABELLED, check_labelled
-from tests.flow.test_loop import MARK, ROOT, RUN_S, Run, Starter
+from tests.flow.runs import MARK, ROOT, RUN_S, Run, Starter
 
 QUIET = [
     "logging.wandb=disabled",

@@ -18,7 +18,7 @@ from learner.main import load
 from learner.stages.annotate import FOLDER, begin, name
 from reward_service.models.labelled import read
 from reward_service.step_labels.steps import sum_steps
-from tests.flow.test_loop import RUN_S, Run, Starter
+from tests.flow.runs import RUN_S, Run, Starter
 
 PROMPTS, ANSWERS, COMPLETIONS, PARTS = 40, 4, 4, 3
 SMALL = ["+experiment=annotate_steps", f"annotate.prompts={PROMPTS}", f"annotate.answers={ANSWERS}",

@@ -20,7 +20,7 @@ from actors.modeling.tokenizer import build_tokenizer, save_tokenizer
 from actors.records import ROLLOUT
 from reward_service.service import REWARD, RewardService
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
     "rules": {"accuracy": 1.0, "format": 0.5},
     "combine": "sum",

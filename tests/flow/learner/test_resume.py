@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.flow.test_loop import QUIET, ROOT, RUN_S, Run, Starter
+from tests.flow.runs import QUIET, ROOT, RUN_S, Run, Starter
 
 STEPS, SEED, KILLS = 4, 282, int(os.environ.get("VOLLEY_TEST_KILLS", "5"))
 # Moments of a step; the first five are hit in every chain. The last three are inside a checkpoint: a tensor file is
@@ -107,7 +107,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from cluster import security
 security.secure_local_cluster()  # before Ray is imported, with the trainer
-from learner import checkpoint, main, trainer
+from learner import main
+from learner.checkpoints import checkpoint
+from learner.stages import rl as trainer
 
 mark, moment, step, delay = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 note = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -29,7 +29,7 @@ from learner.engine.group import LearnerGroup
 from learner.engine.rank import UpdateJob
 from tests.flow.engines import WAIT_S, SwitchableRank, hf_logprobs, perturbed
 
-NAMES = sorted(f.stem for f in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml"))
+NAMES = sorted(f.stem for f in (Path(__file__).parents[3] / "conf" / "algorithm").glob("*.yaml"))
 BUDGETS = (40, 130, 10_000)  # padded tokens of a micro-batch
 MAX_TOKENS, BETA, LAM = 30, 0.5, 0.95  # BETA: large enough that a KL term shows
 REWARDS = [

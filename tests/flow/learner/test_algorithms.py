@@ -17,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NAMES = sorted(f.stem for f in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 STEPS, PROMPTS, SIZE = 3, 4, 4
 # cosine_length gives rewards that differ inside a group even while every answer is wrong.
