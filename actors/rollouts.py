@@ -225,6 +225,11 @@ class Dispatcher:
         )
         self._send(_Ticket(prompt, request, self._idlest()))
 
+    def clear(self) -> None:
+        """Forget all tickets, because the run goes back to a checkpoint (see
+        GeneratorPool.abandon)."""
+        self.tickets.clear()
+
     def _idlest(self) -> int:
         """The generator with the fewest groups, of those that serve."""
         load = dict.fromkeys(self.pool.serving, 0)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from cluster.roster import ROLES
 from cluster.security import redact_text
 
 SCHEMA = "volley-metrics/1"
@@ -107,10 +108,6 @@ GROUP_STATES = {
     "admitted": "groups taken in since the run began", "trained": "of those, trained on",
     "filtered": "of those, left out for a reason", "in_flight": "of those, being generated or scored",
     "queued": "of those, scored and waiting",
-}  # fmt: skip
-ROLES = {
-    "generator": "generators", "learner": "the learner, all its ranks,", "reference": "references",
-    "rewards": "the reward service", "rollout_writer": "the writer of rollouts", "reward_model": "reward models",
 }  # fmt: skip
 # A name may end in {placeholder}: it then covers a family, such as reward_part/accuracy.
 METRICS: dict[str, Metric] = {
@@ -235,6 +232,7 @@ METRICS: dict[str, Metric] = {
     **{
         f"{role}/restarts": M("restarts", f"{what} started again since the program began", "last")
         for role, what in ROLES.items()
+        if role != "reward_learner"  # lives during a refresh and is not in any row
     },
     "generator/serving": M(
         "generators", "generators that work is given to; fewer while a node is lost", "last"

@@ -91,10 +91,10 @@ class Progress:
         self.live = Live(
             get_renderable=self.render, console=self.console, refresh_per_second=2, transient=True
         )
-        if mode == "live":
-            self.live.start()
 
     def __enter__(self) -> Progress:
+        if self.mode == "live":
+            self.live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
