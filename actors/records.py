@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-STATUSES = ("ok", "error", "timeout", "ungradable")
+from cluster.monitoring.vocabulary import STATUSES
+
 FINISH_REASONS = ("stop", "length")
 
 PROMPT = pa.schema(

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from cluster.monitoring.metrics import LOSS_NAMES, Stat
+from cluster.monitoring.vocabulary import STATUSES
 from learner.algorithms import regimes
 from learner.algorithms.assemble import Assembled, Scores
 from learner.evaluation.measures import MAJ_K, PASS_KS, RERANK_N, rerank, summarise
-
-STATUS_NAMES = ("ok", "error", "timeout", "ungradable")
 
 
 def step_metrics(
@@ -103,7 +102,7 @@ def reward_metrics(
     reward models, are from the gold answers."""
     ok = scores.valid
     values: dict[str, float | Stat] = {
-        f"reward/{s}_share": float(np.mean([t == s for t in scores.statuses])) for s in STATUS_NAMES
+        f"reward/{s}_share": float(np.mean([t == s for t in scores.statuses])) for s in STATUSES
     }
     if ok.any():
         values["reward"] = Stat.of(scores.rewards[ok].tolist())
