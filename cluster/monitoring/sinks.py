@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from cluster.monitoring.metrics import METRICS, MetricError, Stat, describe, flatten
+from cluster.monitoring.metrics import METRICS, describe, flatten
+from cluster.monitoring.stat import MetricError, Stat
 from cluster.security import redact_text
 
 SCHEMA = "volley-metrics/1"

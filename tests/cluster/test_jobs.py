@@ -177,8 +177,9 @@ def test_live_metrics_of_the_run(cluster: Cluster) -> None:
 
 ALL = """
 import ray, sys
-from cluster.monitoring.metrics import METRICS, Stat
+from cluster.monitoring.metrics import METRICS
 from cluster.monitoring.sinks import MetricLog
+from cluster.monitoring.stat import Stat
 ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 log = MetricLog(sys.argv[2], ray_metrics=True)
 log.log(1, {name.replace("{", "").replace("}", ""): 0.5 if m.reduce == "last" else Stat.of([0.5])

@@ -75,8 +75,17 @@ def test_ctrl_c_before_anything_started(start: Starter) -> None:
     interrupted(run, signal.SIGINT, True)
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+@pytest.mark.parametrize(
+    ("name", "how", "group"),
+    [
+        pytest.param("gcs_server", signal.SIGINT, True, id="gcs_server-ctrl_c"),
+        pytest.param("raylet", signal.SIGTERM, False, id="raylet-sigterm"),
+        pytest.param(
+            "gcs_server", signal.SIGTERM, False, id="gcs_server-sigterm", marks=pytest.mark.slow
+        ),
+        pytest.param("raylet", signal.SIGINT, True, id="raylet-ctrl_c", marks=pytest.mark.slow),
+    ],
+)
 def test_while_ray_starts(start: Starter, name: str, how: signal.Signals, group: bool) -> None:
     run = start(f"{name}-{how.name}", *QUIET)
     run.until(lambda: process(run, name), name)

@@ -43,7 +43,14 @@ def start(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def quiet(start: Starter) -> Run:
+def two_generators(start: Starter) -> Run:
+    """A run that is under way. It starts beside the quiet one, because starting engines takes most
+    of the time and hardly uses a second core."""
+    return start("two", *QUIET, "generator.count=2")
+
+
+@pytest.fixture(scope="module")
+def quiet(start: Starter, two_generators: Run) -> Run:
     run = start("quiet", "logging.wandb=disabled")
     assert run.wait() == 0, run.output
     return run
@@ -162,13 +169,14 @@ def test_a_folder_that_holds_a_run_is_refused(start: Starter, quiet: Run) -> Non
 # ---- runs that must end where the quiet one did --------------------------------------------------------------
 
 
-def test_two_generators_give_the_same_run(start: Starter, quiet: Run) -> None:
-    run = start("two", *QUIET, "generator.count=2")
-    assert run.wait() == 0, run.output
-    same_end(quiet, run)
+def test_two_generators_give_the_same_run(two_generators: Run, quiet: Run) -> None:
+    assert two_generators.wait() == 0, two_generators.output
+    same_end(quiet, two_generators)
 
 
-def test_a_generator_killed_in_a_step_changes_nothing(start: Starter, quiet: Run) -> None:
+def test_a_generator_killed_in_a_step_changes_nothing(
+    start: Starter, quiet: Run, off_policy: Run
+) -> None:
     """Same settings and seed as the quiet run: this is the second of two identical runs too."""
     run = start("killed", *QUIET)
     victim = run.until(lambda: generator_process(run), "generator")
@@ -229,11 +237,12 @@ raise SystemExit(main.main(sys.argv[1:]))
 """
 
 
-def test_off_policy_run_with_a_poisoned_step(start: Starter, tmp_path: Path) -> None:
-    """One version behind, two optimizer steps a batch, dead groups left out, no reference; the second batch is nan."""
-    program = tmp_path / "poisoned.py"
+@pytest.fixture(scope="module")
+def off_policy(start: Starter) -> Run:
+    """A run that is under way, with a second batch that is nan; it starts beside the killed one."""
+    program = start.folder / "poisoned.py"
     program.write_text(POISON)
-    run = start(
+    return start(
         "off_policy",
         "rollout.max_staleness=1",
         "algorithm.tis_cap=2",
@@ -244,6 +253,11 @@ def test_off_policy_run_with_a_poisoned_step(start: Starter, tmp_path: Path) -> 
         "logging.report=false",
         program=(str(program),),
     )
+
+
+def test_off_policy_run_with_a_poisoned_step(off_policy: Run) -> None:
+    """One version behind, two optimizer steps a batch, dead groups left out, no reference."""
+    run = off_policy
     assert run.wait() == 0, run.output
     groups = run.summary()["groups"]
     assert (
