@@ -81,6 +81,9 @@ class AlgorithmConfig:
     """One point of DeepSeekMath's unified view; see docs/algorithms.md."""
 
     name: str = "grpo"
+    source: str = ""  # in words, for docs/algorithms.md: authors, arXiv number, equations
+    rewards: str = ""  # in words, for docs/algorithms.md: where rewards come from
+    coefficient: str = ""  # in words, for docs/algorithms.md: the factor of grad log pi
     data: str = "policy"  # policy | dataset | pairs | sft_samples
     advantage: str = "grpo"
     loss: str = "ppo_clip"

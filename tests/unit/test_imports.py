@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 ENGINES = ("ray", "vllm", "deepspeed")
 PURE = (
     "actors.data.prompts", "actors.records", "actors.staleness",
-    "learner.algorithms.advantages", "learner.algorithms.registry", "learner.algorithms.batching", "learner.reports.compare", "actors.data.corpus",
+    "learner.algorithms.advantages", "learner.algorithms.parts", "learner.algorithms.table", "learner.algorithms.batching", "learner.reports.compare", "actors.data.corpus",
     "learner.evaluation.measures", "learner.evaluation.guards", "learner.algorithms.kl", "learner.algorithms.losses", "learner.algorithms.regimes", "learner.reports.report",
     "actors.modeling.tokenizer",
     "reward_service.math.grading", "reward_service.rules.rules",
