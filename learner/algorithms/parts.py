@@ -43,7 +43,7 @@ def check(cfg: Any) -> None:
 
     The message names the setting."""
     for key, value, known in (
-        ("advantage", cfg.advantage, advantages.NAMES),
+        ("advantage", cfg.advantage, advantages.names()),
         ("loss", cfg.loss, tuple(losses.LOSSES)),
         ("normaliser", cfg.normaliser, losses.NORMALISERS),
         ("kl", cfg.kl, kl.KINDS),

@@ -338,7 +338,7 @@ def test_names_that_config_repeats_are_those_of_the_code() -> None:
     """The lists in CHOICES stand there because the modules are slow to import; they must not drift apart."""
     from learner.algorithms import advantages, losses
 
-    assert set(CHOICES["algorithm.advantage"]) == set(advantages.NAMES)
+    assert set(CHOICES["algorithm.advantage"]) == set(advantages.names())
     assert set(CHOICES["algorithm.loss"]) == set(losses.LOSSES)
     assert set(CHOICES["algorithm.normaliser"]) == set(losses.NORMALISERS)
 
