@@ -14,6 +14,7 @@ from actors import weight_transfer
 from actors.generator import Generator
 from actors.records import Bucket, GroupMeta, GroupRequest, Probe, SamplingParams, checksum
 from actors.staleness import sample_seed
+from cluster.monitoring.stat import Accumulator
 from learner.engine.rank import LearnerRank
 from learner.engine.weights import buckets, flatten
 
@@ -161,11 +162,11 @@ class SwitchableRank(LearnerRank):
             )
 
         samples = self._load(job)
-        self._old_logprobs(samples, job, {})
-        self._late_advantages(samples, job, {})
+        self._old_logprobs(samples, job, Accumulator())
+        self._late_advantages(samples, job, Accumulator())
         self.critic.optimizer.step = keep
         try:
-            self.critic.update(samples, job.micro_batches[0], 0, {})
+            self.critic.update(samples, job.micro_batches[0], 0, Accumulator())
         finally:
             del self.critic.optimizer.step
         return found
