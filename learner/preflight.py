@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from actors.data.prompts import Prompt, build_dataset
-from actors.modeling.policy import ModelError, load_model, load_tokenizer, model_size
+from actors.modeling.loading import ModelError, load_model, load_tokenizer, model_size
 from cluster import plan, security
 from cluster.connect import target
 from conf.schema import Config

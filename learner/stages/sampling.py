@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from actors.data.prompts import Dataset, Prompt, build_dataset
-from actors.modeling.policy import load_tokenizer, materialise, stop_ids
+from actors.modeling.loading import load_tokenizer, materialise, stop_ids
 from actors.records import SamplingParams
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from cluster.stopping import RunError

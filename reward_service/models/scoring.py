@@ -1,7 +1,7 @@
 """Answers in, scores out: one reward model over packed micro-batches. Torch, no Ray.
 
 Peak memory is that of one micro-batch of `budget` padded tokens, or of the longest answer, whatever the number of
-answers (tests/flow/test_reward_models.py measures it).
+answers (tests/flow/reward_service/test_reward_models.py measures it).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Engines shared by the flow tests. Everything starts once a session, and only when a test asks for it."""
+"""Engines shared by the flow tests. Everything starts once a session, and only when a test asks for
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ LIMIT_S = 300  # of one flow test; every wait inside is shorter
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.parent == Path(__file__).parent and not item.get_closest_marker("timeout"):
+        if Path(__file__).parent in item.path.parents and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LIMIT_S))
 
 

@@ -336,9 +336,8 @@ def test_short_forms() -> None:
 
 def test_names_that_config_repeats_are_those_of_the_code() -> None:
     """The lists in CHOICES stand there because the modules are slow to import; they must not drift apart."""
-    from learner.algorithms import advantages, losses
+    from learner.algorithms import losses
 
-    assert set(CHOICES["algorithm.advantage"]) == set(advantages.names())
     assert set(CHOICES["algorithm.loss"]) == set(losses.LOSSES)
     assert set(CHOICES["algorithm.normaliser"]) == set(losses.NORMALISERS)
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from actors.data.prompts import Prompt, build_dataset
-from actors.modeling.policy import ModelError, load_model, model_size, weight_files
+from actors.modeling.loading import ModelError, load_model, model_size, weight_files
 from cluster import plan
 from conf.schema import Config
 from learner import preflight

@@ -1,140 +1,36 @@
-"""The whole program as a user starts it: `python -m learner.main`, with every engine real and everything small.
+"""The whole program as a user starts it: `python -m learner.main`, with every engine real and
+everything small.
 
-One quiet run is the measure of the others: two generators, or one that is killed in the middle, must end bit for bit
-where it ended.
+One quiet run is the measure of the others: two generators, or one that is killed in the middle,
+must end bit for bit where it ended.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests import processes
+from tests.flow.runs import (
+    PROMPTS,
+    QUIET,
+    ROOT,
+    RUN_S,
+    SIZE,
+    STEPS,
+    Run,
+    Starter,
+    generator_process,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-RUN_S = 240  # deadline of one run
-MARK = "VOLLEY_TEST_RUN"  # in the environment of every process of a run
-STEPS, PROMPTS, SIZE = 3, 4, 4
-# cosine_length gives rewards that differ inside a group even while every answer is wrong.
-SMALL = [
-    f"steps={STEPS}", f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={SIZE}", "rollout.max_tokens=72",
-    "data.template=short", "data.max_prompt_tokens=40", "data.heldout_size=4", "evaluation.samples=8",
-    "+reward.rules.cosine_length=0.5", "optimizer.lr=1e-3", "generator.threads=1", "learner.threads=1",
-    "cluster=local", "cluster.dashboard=false", "logging.rollouts=-1", "logging.progress=plain"]  # fmt: skip
-QUIET = ["logging.wandb=disabled", "logging.report=false"]
 TABLE = {"pass@1", "pass@8", "pass@64", "maj@8", "format", "length"}
 
 pytestmark = pytest.mark.timeout(RUN_S + 60)
-
-
-@dataclass
-class Run:
-    folder: Path
-    process: subprocess.Popen
-    log: Path
-    mark: str
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def wait(self, seconds: float = RUN_S) -> int:
-        return self.process.wait(timeout=seconds)
-
-    def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Poll until the condition holds; fails with the run's output if it ends or takes too long."""
-        deadline = time.monotonic() + RUN_S
-        while not (found := condition()):
-            assert self.process.poll() is None, f"ended before {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {what} within {RUN_S} s:\n{self.output}"
-            time.sleep(0.02)
-        return found
-
-    def processes(self) -> list[psutil.Process]:
-        """Everything alive that was started by this run, whatever became of its parent."""
-        return processes.marked(MARK, self.mark)
-
-    def titles(self) -> list[str]:
-        """What is alive of this run, as `ps` names it."""
-        return [t[:80] for p in self.processes() if (t := processes.title(p))]
-
-    def kill(self) -> None:
-        """SIGKILL for everything of this run."""
-        processes.kill(self.processes())
-
-    def metrics(self, name: str) -> dict[int, float]:
-        file = self.folder / "metrics.jsonl"
-        lines = (
-            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        )
-        return {line["step"]: line[name] for line in lines if name in line}
-
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text())
-
-    def rollouts(self) -> list[pa.Table]:
-        return [pq.read_table(p) for p in sorted((self.folder / "rollouts").glob("*.parquet"))]
-
-    def weights(self) -> bytes:
-        return (self.folder / "model" / "model.safetensors").read_bytes()
-
-
-class Starter:
-    """Starts runs, each with `settings` before its own, and ends whatever they left when the test is over."""
-
-    def __init__(
-        self, folder: Path, model: str, settings: Sequence[str] = ("experiment=r1_zero", *SMALL)
-    ) -> None:
-        self.folder, self.model, self.settings, self.runs = folder, model, settings, []
-
-    def __call__(
-        self, name: str, *args: str, program: tuple[str, ...] = ("-m", "learner.main")
-    ) -> Run:
-        mark, log = uuid.uuid4().hex, self.folder / f"{name}.log"
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VOLLEY_"))} | {
-            MARK: mark
-        }
-        env["PYTHONPATH"] = str(ROOT)
-        command = [
-            sys.executable,
-            *program,
-            *self.settings,
-            f"model={self.model}",
-            f"run_dir={self.folder / name}",
-            *args,
-        ]
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=env,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.runs.append(Run(self.folder / name, process, log, mark))
-        return self.runs[-1]
-
-    def close(self) -> None:
-        for run in self.runs:
-            run.kill()
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +44,14 @@ def start(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def quiet(start: Starter) -> Run:
+def two_generators(start: Starter) -> Run:
+    """A run that is under way. It starts beside the quiet one, because starting engines takes most
+    of the time and hardly uses a second core."""
+    return start("two", *QUIET, "generator.count=2")
+
+
+@pytest.fixture(scope="module")
+def quiet(start: Starter, two_generators: Run) -> Run:
     run = start("quiet", "logging.wandb=disabled")
     assert run.wait() == 0, run.output
     return run
@@ -168,13 +71,25 @@ def same_end(one: Run, two: Run) -> None:
         assert one.summary()[key] == two.summary()[key]
 
 
-# ---- a quiet run ---------------------------------------------------------------------------------------------
+# ---- a quiet run ---------------------------------------------------------------------------------
 
 
 def test_summary(quiet: Run) -> None:
     s = quiet.summary()
-    assert set(s) == {"experiment", "model", "seed", "steps", "wall_s", "setup_s", "before", "after",
-                      "tokens_generated", "tokens_per_s", "sync_logprob_max_abs_diff", "groups"}  # fmt: skip
+    assert set(s) == {
+        "experiment",
+        "model",
+        "seed",
+        "steps",
+        "wall_s",
+        "setup_s",
+        "before",
+        "after",
+        "tokens_generated",
+        "tokens_per_s",
+        "sync_logprob_max_abs_diff",
+        "groups",
+    }
     assert set(s["before"]) == set(s["after"]) == TABLE
     assert (s["experiment"], s["seed"], s["steps"]) == ("r1_zero", 0, STEPS)
     n = STEPS * PROMPTS
@@ -264,27 +179,17 @@ def test_a_folder_that_holds_a_run_is_refused(start: Starter, quiet: Run) -> Non
     assert (quiet.folder / "summary.json").read_bytes() == before
 
 
-# ---- runs that must end where the quiet one did --------------------------------------------------------------
+# ---- runs that must end where the quiet one did --------------------------------------------------
 
 
-def test_two_generators_give_the_same_run(start: Starter, quiet: Run) -> None:
-    run = start("two", *QUIET, "generator.count=2")
-    assert run.wait() == 0, run.output
-    same_end(quiet, run)
+def test_two_generators_give_the_same_run(two_generators: Run, quiet: Run) -> None:
+    assert two_generators.wait() == 0, two_generators.output
+    same_end(quiet, two_generators)
 
 
-def generator_process(run: Run) -> psutil.Process | None:
-    """The process that holds the vLLM engine, by the title Ray gives it."""
-    for p in run.processes():
-        title = processes.title(p)
-        if (
-            title.startswith("ray::") and "Generator" in title
-        ):  # its constructor's title names the actor first
-            return p
-    return None
-
-
-def test_a_generator_killed_in_a_step_changes_nothing(start: Starter, quiet: Run) -> None:
+def test_a_generator_killed_in_a_step_changes_nothing(
+    start: Starter, quiet: Run, off_policy: Run
+) -> None:
     """Same settings and seed as the quiet run: this is the second of two identical runs too."""
     run = start("killed", *QUIET)
     victim = run.until(lambda: generator_process(run), "generator")
@@ -316,14 +221,15 @@ def test_a_driver_killed_and_resumed_ends_where_the_quiet_run_did(
     assert [versions[s] for s in range(1, STEPS + 1)] == [1, 2, 3]
 
 
-# ---- off-policy, several updates, filters, and a step that is not finite -------------------------------------
+# ---- off-policy, several updates, filters, and a step that is not finite -------------------------
 
 POISON = """
 import dataclasses, sys
 import numpy as np, pyarrow as pa
 from cluster import security
 security.secure_local_cluster()  # before Ray is imported, with the trainer
-from learner import main, trainer
+from learner import main
+from learner.stages import rl as trainer
 from learner.algorithms.assemble import Assembled
 
 real, calls = trainer.Trainer.update, []
@@ -331,7 +237,8 @@ real, calls = trainer.Trainer.update, []
 def poisoned(batch):
     i = batch.plan.schema.names.index("advantage")
     nan = pa.array(np.full(batch.plan.num_rows, np.nan))
-    return dataclasses.replace(batch, plan=batch.plan.set_column(i, batch.plan.schema.field(i), nan))
+    plan = batch.plan.set_column(i, batch.plan.schema.field(i), nan)
+    return dataclasses.replace(batch, plan=plan)
 
 def update(self, *args):
     calls.append(1)
@@ -344,11 +251,12 @@ raise SystemExit(main.main(sys.argv[1:]))
 """
 
 
-def test_off_policy_run_with_a_poisoned_step(start: Starter, tmp_path: Path) -> None:
-    """One version behind, two optimizer steps a batch, dead groups left out, no reference; the second batch is nan."""
-    program = tmp_path / "poisoned.py"
+@pytest.fixture(scope="module")
+def off_policy(start: Starter) -> Run:
+    """A run that is under way, with a second batch that is nan; it starts beside the killed one."""
+    program = start.folder / "poisoned.py"
     program.write_text(POISON)
-    run = start(
+    return start(
         "off_policy",
         "rollout.max_staleness=1",
         "algorithm.tis_cap=2",
@@ -359,6 +267,11 @@ def test_off_policy_run_with_a_poisoned_step(start: Starter, tmp_path: Path) -> 
         "logging.report=false",
         program=(str(program),),
     )
+
+
+def test_off_policy_run_with_a_poisoned_step(off_policy: Run) -> None:
+    """One version behind, two optimizer steps a batch, dead groups left out, no reference."""
+    run = off_policy
     assert run.wait() == 0, run.output
     groups = run.summary()["groups"]
     assert (

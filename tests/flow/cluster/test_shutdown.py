@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM at any moment: gone within 15 s, with no process, shared-memory file or half-written file left."""
+"""SIGINT and SIGTERM at any moment: gone within 15 s, with no process, shared-memory file or
+half-written file left.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 
 from cluster.stopping import _shared_files
 from learner.checkpoints import checkpoint
-from tests.flow.test_loop import QUIET, RUN_S, Run, Starter, generator_process
+from tests.flow.runs import QUIET, RUN_S, Run, Starter, generator_process
 
 LIMIT_S = 15.0
 
@@ -38,7 +40,9 @@ def shared_memory() -> Iterator[None]:
 
 
 def interrupted(run: Run, how: signal.Signals, whole_group: bool) -> None:
-    """Send the signal, as a terminal does (to the whole group) or as `kill` does; the run must be gone in time."""
+    """Send the signal, as a terminal does (to the whole group) or as `kill` does; the run must be
+    gone in time.
+    """
     began = time.monotonic()
     (os.killpg if whole_group else os.kill)(run.process.pid, how)
     status = run.wait(60)
@@ -75,8 +79,17 @@ def test_ctrl_c_before_anything_started(start: Starter) -> None:
     interrupted(run, signal.SIGINT, True)
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+@pytest.mark.parametrize(
+    ("name", "how", "group"),
+    [
+        pytest.param("gcs_server", signal.SIGINT, True, id="gcs_server-ctrl_c"),
+        pytest.param("raylet", signal.SIGTERM, False, id="raylet-sigterm"),
+        pytest.param(
+            "gcs_server", signal.SIGTERM, False, id="gcs_server-sigterm", marks=pytest.mark.slow
+        ),
+        pytest.param("raylet", signal.SIGINT, True, id="raylet-ctrl_c", marks=pytest.mark.slow),
+    ],
+)
 def test_while_ray_starts(start: Starter, name: str, how: signal.Signals, group: bool) -> None:
     run = start(f"{name}-{how.name}", *QUIET)
     run.until(lambda: process(run, name), name)

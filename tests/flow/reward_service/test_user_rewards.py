@@ -1,4 +1,6 @@
-"""A verl Parquet file and reward functions in verl's and TRL's shapes run unchanged through the command line."""
+"""A verl Parquet file and reward functions in verl's and TRL's shapes run unchanged through the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Only what verl and TRL themselves pass; every call leaves a line, for the test to read.
 VERL = """
 import json

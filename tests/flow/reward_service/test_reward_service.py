@@ -1,4 +1,6 @@
-"""The reward service inside a Ray actor and over HTTP, with a real tokenizer and real worker processes."""
+"""The reward service inside a Ray actor and over HTTP, with a real tokenizer and real worker
+processes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from actors.modeling.tokenizer import build_tokenizer, save_tokenizer
 from actors.records import ROLLOUT
 from reward_service.service import REWARD, RewardService
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
     "rules": {"accuracy": 1.0, "format": 0.5},
     "combine": "sum",
