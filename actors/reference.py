@@ -25,7 +25,8 @@ class Reference:
     def __init__(self, index: int, cfg: Any) -> None:
         import torch
 
-        from actors.modeling.policy import Policy, load_model
+        from actors.modeling.loading import load_model
+        from actors.modeling.policy import Policy
 
         self.index, self.cfg = index, cfg
         torch.set_num_threads(max(1, cfg.reference.threads))
@@ -66,7 +67,7 @@ class Reference:
         import torch
         from safetensors.torch import load_file
 
-        from actors.modeling.policy import load_model
+        from actors.modeling.loading import load_model
 
         saved = (
             load_file(file)

@@ -20,7 +20,7 @@ import psutil
 
 from actors.data.build import build_dataset
 from actors.data.prompt import Prompt
-from actors.modeling.policy import ModelError, load_model, load_tokenizer, model_size
+from actors.modeling.loading import ModelError, load_model, load_tokenizer, model_size
 from cluster import plan, security
 from cluster.connect import target
 from conf.schema import Config

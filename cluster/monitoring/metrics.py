@@ -11,20 +11,17 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from cluster.monitoring.stat import MetricError, Stat
 from cluster.security import redact_text
 
 SCHEMA = "volley-metrics/1"
 SHARE_SLACK = 1e-9  # rounding of a share that is 1 in exact arithmetic
-
-
-class MetricError(ValueError):
-    """A name without a definition, or a value its unit does not allow."""
 
 
 @dataclass(frozen=True)
@@ -37,64 +34,6 @@ class Metric:
     help: str
     reduce: str = "last"  # last | mean | sum | min | max | spread
     source: str = ""
-
-
-@dataclass(frozen=True)
-class Stat:
-    """What is needed to reduce a quantity exactly over any split. An empty Stat has count 0 and min > max."""
-
-    sum: float = 0.0
-    count: float = 0.0
-    min: float = math.inf
-    max: float = -math.inf
-
-    @staticmethod
-    def of(values: Iterable[float]) -> Stat:
-        values = [float(v) for v in values]
-        if any(math.isnan(v) for v in values):
-            return Stat(math.nan, len(values), math.nan, math.nan)  # min() would hide it
-        return Stat(math.fsum(values), len(values), min(values), max(values)) if values else Stat()
-
-    def merge(self, other: Stat) -> Stat:
-        if not (self.count and other.count):
-            return self if self.count else other
-        nan = math.isnan(self.min) or math.isnan(other.min)
-        low, high = min(self.min, other.min), max(self.max, other.max)
-        return Stat(
-            self.sum + other.sum,
-            self.count + other.count,
-            math.nan if nan else low,
-            math.nan if nan else high,
-        )
-
-    @property
-    def mean(self) -> float:
-        return self.sum / self.count if self.count else math.nan
-
-    def reduce(self, how: str) -> float:
-        if how == "mean":
-            return self.mean
-        if how in ("sum", "min", "max"):
-            return getattr(self, how) if self.count or how == "sum" else math.nan
-        raise MetricError(
-            f"a Stat was logged for a metric reduced by {how!r}; give a single number"
-        )
-
-
-class Accumulator(dict[str, Stat]):
-    """Stats by name, gathered over micro-batches, ranks or actors in any order."""
-
-    def add(self, name: str, stat: Stat | tuple[float, ...] | Iterable[float]) -> None:
-        """`stat`: a Stat, a tuple (sum, count[, min, max]), or any other iterable of single values."""
-        if isinstance(stat, tuple):
-            stat = Stat(*stat)
-        elif not isinstance(stat, Stat):
-            stat = Stat.of(stat)
-        self[name] = self.get(name, Stat()).merge(stat)
-
-    def merge(self, other: Mapping[str, Stat | tuple[float, ...]]) -> None:
-        for name, stat in other.items():
-            self.add(name, stat)
 
 
 M = Metric

@@ -231,7 +231,7 @@ def dpo(log_ratios: np.ndarray, chosen: np.ndarray, groups: np.ndarray, beta: fl
 
     margin = beta (log_ratio of the chosen - of the rejected); ``log_ratios`` float [N]: log pi(o) - log pi_ref(o),
     summed over tokens (or averaged, DeepSeekMath appendix A.1.4, whose coefficient leaves out beta); ``chosen`` bool
-    [N]; ``groups`` [N] names the pair. With the `reinforce` loss this gives `losses.dpo_loss`'s gradient. Raises
+    [N]; ``groups`` [N] names the pair. With the `reinforce` loss this gives the gradient of the DPO loss. Raises
     ValueError unless each group is one pair."""
     ids, index, counts = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
     chosen = np.asarray(chosen, dtype=bool)

@@ -9,11 +9,12 @@ import ray
 from actors.records import Published
 from cluster import placement
 from cluster.environment import process_env
+from cluster.monitoring.stat import Accumulator
 from cluster.supervision import failures
 from cluster.supervision.failures import LearnerLost
 from cluster.supervision.remote import get
 from cluster.supervision.supervisor import Supervised
-from learner.engine.rank import LearnerRank, UpdateJob, merge
+from learner.engine.rank import LearnerRank, UpdateJob
 
 HINT = "the learner's log in the session's logs folder of Ray"
 GRACE_S = 10.0  # one rank has failed: how long the others have to say why
@@ -101,11 +102,11 @@ class LearnerGroup:
             raise
 
     def update(self, job: UpdateJob) -> dict[str, Any]:
-        """Train on one batch. Returns {"stats": name -> (sum, count, min, max), "steps": a dict an optimizer step}."""
+        """Train on one batch. Returns {"stats": name -> Stat, "steps": a dict an optimizer step}."""
         results = self._all("update", job, shown=f"update of version {job.version}")
-        stats: dict = {}
+        stats = Accumulator()
         for result in results:
-            merge(stats, result["stats"])
+            stats.merge(result["stats"])
         return {"stats": stats, "steps": results[0]["steps"]}
 
     def publish(self, version: int, probe_ids: list[list[int]] | None = None) -> Published:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import ray
 
 from actors.data.corpus import packed_batches
-from actors.modeling.policy import load_tokenizer
+from actors.modeling.loading import load_tokenizer
 from actors.records import ROLLOUT
 from conf.schema import Config
 from learner.algorithms.assemble import make_plan
@@ -93,13 +93,13 @@ def pretrain(cfg: Config, run_dir: Path) -> None:
             log.log(
                 step + 1,
                 {
-                    "pretrain/loss": stats["loss"][0],
+                    "pretrain/loss": stats["loss"].sum,
                     "actor/grad_norm": outcome["grad_norm"],
                     "actor/lr": outcome["learning_rate"],
                 },
             )
             print(
-                f"volley: step {step + 1}/{cfg.steps} loss {stats['loss'][0]:.4f} "
+                f"volley: step {step + 1}/{cfg.steps} loss {stats['loss'].sum:.4f} "
                 f"{(step + 1) * shape[0] * shape[1] / seconds:,.0f} tokens/s",
                 flush=True,
             )

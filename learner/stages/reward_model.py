@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
-from actors.modeling.policy import load_tokenizer, materialise
+from actors.modeling.loading import load_tokenizer, materialise
 from cluster.stopping import Stopping
 from cluster.supervision.failures import LearnerLost
 from cluster.supervision.remote import get
@@ -240,18 +240,18 @@ class _Stage:
 
     def step(self, step: int, result: dict[str, Any]) -> None:
         rm, every, outcome = self.cfg.reward_model, self.cfg.checkpoint.every, result["steps"][0]
-        total, count, *_ = result["stats"]["reward_loss"]
+        loss = result["stats"]["reward_loss"].mean
         self.log.log(
             step,
             {
-                "reward_model/loss": total / count,
+                "reward_model/loss": loss,
                 "actor/grad_norm": outcome["grad_norm"],
                 "actor/lr": outcome["learning_rate"],
                 "actor/skipped_steps": outcome["skipped"],
             },
         )
         if step % 10 == 0 or step == rm.steps:
-            print(f"volley: step {step}/{rm.steps} loss {total / count:.4f}", flush=True)
+            print(f"volley: step {step}/{rm.steps} loss {loss:.4f}", flush=True)
         stop = self.stopping.is_set()
         if stop or (every and step % every == 0 and step < rm.steps):
             self.store.write(

@@ -18,7 +18,7 @@ import numpy as np
 from actors.data.given import COLUMNS, given_group
 from actors.data.prompt import Prompt
 from actors.data.sampler import Sampler
-from actors.modeling.policy import load_tokenizer, materialise, model_size, stop_ids
+from actors.modeling.loading import load_tokenizer, materialise, model_size, stop_ids
 from actors.records import SamplingParams
 from actors.reference import ReferencePool
 from actors.rollout_log import RolloutLog
@@ -28,6 +28,7 @@ from cluster import plan
 from cluster.connect import store_shortage
 from cluster.monitoring.metrics import MetricLog, flatten
 from cluster.monitoring.progress import Progress
+from cluster.monitoring.stat import Stat
 from cluster.stopping import RunError, Stopping
 from cluster.supervision.failures import LearnerLost
 from conf.schema import Config
@@ -501,16 +502,16 @@ class Trainer:
 
     # ---- checks and books -------------------------------------------------------------------------------------
 
-    def check_mismatch(self, stats: dict[str, tuple[float, float, float, float]]) -> None:
+    def check_mismatch(self, stats: dict[str, Stat]) -> None:
         """Generator and learner must agree on the tokens just sampled; past the bound nothing that follows is true."""
         if "mismatch" not in stats:
             return
-        total, count, _, worst = stats["mismatch"]
-        self.worst_mismatch = max(self.worst_mismatch, worst)
-        if not total / count <= self.cfg.generator.mismatch_bound:
+        mismatch = stats["mismatch"]
+        self.worst_mismatch = max(self.worst_mismatch, mismatch.max)
+        if not mismatch.mean <= self.cfg.generator.mismatch_bound:
             raise RunError(
-                f"learner and generators disagree by {total / count:.3g} per token on average (at most "
-                f"{worst:.3g}), more than generator.mismatch_bound={self.cfg.generator.mismatch_bound:g}. "
+                f"learner and generators disagree by {mismatch.mean:.3g} per token on average (at most "
+                f"{mismatch.max:.3g}), more than generator.mismatch_bound={self.cfg.generator.mismatch_bound:g}. "
                 "Check that both run the same dtype and that rollout.temperature applies to both."
             )
 

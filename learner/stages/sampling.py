@@ -14,7 +14,7 @@ import pyarrow as pa
 from actors.data.build import build_dataset
 from actors.data.prompt import Prompt
 from actors.data.stream import Dataset
-from actors.modeling.policy import load_tokenizer, materialise, stop_ids
+from actors.modeling.loading import load_tokenizer, materialise, stop_ids
 from actors.records import SamplingParams
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from cluster.stopping import RunError

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from cluster.monitoring import metrics
-from cluster.monitoring.metrics import Accumulator, MetricError, MetricLog, Stat, flatten
+from cluster.monitoring.metrics import MetricError, MetricLog, flatten
+from cluster.monitoring.stat import Accumulator, Stat
 
 
 def test_a_mean_is_not_a_mean_of_means() -> None:
@@ -42,14 +43,32 @@ def test_an_empty_stat_is_neutral_and_its_mean_is_no_number() -> None:
 
 
 def test_nan_is_not_hidden_by_min_or_max() -> None:
-    for stat in (Stat.of([1, math.nan, 2]), Stat.of([math.nan]).merge(Stat.of([1]))):
+    nan, one = Stat.of([math.nan]), Stat.of([1])
+    of_a_loss = Stat(math.nan, 1.0, math.nan, math.nan)
+    for stat in (
+        Stat.of([1, math.nan, 2]),
+        nan.merge(one),
+        one.merge(nan),
+        Stat().merge(of_a_loss).merge(one),
+    ):
         assert all(math.isnan(v) for v in flatten({"reward": stat}).values())
-
-
-def test_accumulator_takes_sum_and_count_tuples_of_the_losses() -> None:
     total = Accumulator()
-    total.add("actor/kl_loss", (6.0, 3.0, 1.0, 3.0))
-    total.add("actor/kl_loss", (2.0, 1.0, 2.0, 2.0))
+    for part in ({"reward": one}, {"reward": nan}, {"reward": one}):
+        total.merge(part)
+    assert all(math.isnan(v) for v in flatten(total).values())
+
+
+def test_a_sum_of_negative_zeros_is_written_as_zero() -> None:
+    """A policy loss of advantages 0 sums to -0.0, which a metrics file should not show."""
+    total = Accumulator()
+    total.add("actor/pg_loss", Stat(-0.0, 3.0, -0.0, -0.0))
+    assert math.copysign(1.0, total["actor/pg_loss"].sum) == 1.0
+
+
+def test_accumulator_merges_the_stats_of_the_losses() -> None:
+    total = Accumulator()
+    total.add("actor/kl_loss", Stat(6.0, 3.0, 1.0, 3.0))
+    total.add("actor/kl_loss", Stat(2.0, 1.0, 2.0, 2.0))
     assert total["actor/kl_loss"] == Stat(8.0, 4.0, 1.0, 3.0)
     assert flatten(total) == {"actor/kl_loss": 2.0}
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from actors.data.build import build_dataset
 from actors.data.prompt import Prompt
-from actors.modeling.policy import ModelError, load_model, model_size, weight_files
+from actors.modeling.loading import ModelError, load_model, model_size, weight_files
 from cluster import plan
 from conf.schema import Config
 from learner import preflight
