@@ -124,13 +124,13 @@ def run_stages(launch: Launch) -> None:
     """Connect to Ray, reserve the places of all actors, and run the stages one after the other."""
     from cluster import placement
     from cluster.connect import connect
-    from learner.algorithms import registry
+    from learner.algorithms import parts
     from learner.stage import run_stage
     from learner.stages.table import pipeline
 
     cfg = launch.cfg
     if cfg.stage.trains == "policy":
-        registry.check(cfg.algorithm)  # slow to import, hence not among the checks of the settings
+        parts.check(cfg.algorithm)  # slow to import, hence not among the checks of the settings
     print(f"volley: {connect(cfg, namespace=launch.run_dir.name)}", flush=True)
     if places := placement.reserve(cfg):
         print(f"volley: {places}", flush=True)

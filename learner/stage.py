@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.monitoring.metrics import MetricLog
 from cluster.monitoring.progress import Progress
+from cluster.monitoring.sinks import MetricLog
 from cluster.stopping import RunError
 from cluster.supervision.failures import LearnerLost
 from conf.schema import Config

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.data.prompts import Prompt
+from actors.data.prompt import Prompt
 from actors.staleness import Ledger
 
 FILE = "trainer.json"  # in a checkpoint's folder

@@ -1,18 +1,21 @@
 """KL divergence between policy and reference, from samples and exactly.
 
-With x ~ policy, ``d = log policy(x) - log ref(x)`` and ``r = exp(-d) = ref/policy`` (Schulman, "Approximating KL
-divergence", 2020):
+For a sample x of the policy let ``d = log policy(x) - log ref(x)`` and ``r = exp(-d) = ref/policy``.
+The estimators are those of Schulman, "Approximating KL divergence" (2020):
 
-=======  ===================  ===========================  =====================================================
-kind     value                as a number                  as a *loss* its gradient, on-policy, is
-=======  ===================  ===========================  =====================================================
-k1       d                    unbiased, any sign           grad log pi, whose mean is 0: noise (use in reward)
-k2       d^2 / 2              biased, >= 0                 d grad log pi: the reverse KL(policy || ref)
-k3       r - 1 + d            unbiased, >= 0, low variance (1 - r) grad log pi: the forward KL(ref || policy)
-k3_iw    (pi/pi_old) * k3     unbiased for x ~ pi_old      that of the reverse KL, for x ~ pi_old (DeepSeek-V3.2)
-=======  ===================  ===========================  =====================================================
+=======  ================  ============================  ===========================================
+kind     value             as a number                   as a *loss*, its gradient on-policy is
+=======  ================  ============================  ===========================================
+k1       d                 unbiased, any sign            grad log pi, of mean 0: only noise
+k2       d^2 / 2           biased, >= 0                  d grad log pi: reverse KL(policy || ref)
+k3       r - 1 + d         unbiased, >= 0, low variance  (1 - r) grad log pi: forward KL(ref || policy)
+k3_iw    (pi/pi_old) * k3  unbiased for x ~ pi_old       that of the reverse KL, for x ~ pi_old
+=======  ================  ============================  ===========================================
 
-k1 in the reward (detached) also follows the reverse KL: the score-function estimator multiplies it by grad log pi.
+k3_iw is DeepSeek-V3.2's.
+
+Put into the reward (detached), k1 also follows the reverse KL, because the score-function estimator
+multiplies it by grad log pi.
 """
 
 from __future__ import annotations
@@ -20,22 +23,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: still finite in every float type when squared, far past any useful ratio
+# exp(20) = 4.9e8 is far larger than any useful ratio, and its square is finite in float32 and bfloat16.
+MAX_LOG_RATIO = 20.0
 KINDS = ("k1", "k2", "k3", "k3_iw")
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to +-MAX_LOG_RATIO, so that one wild token cannot make the step infinite."""
+    """Return exp(log_ratio), with log_ratio clamped to +-MAX_LOG_RATIO.
+
+    The clamp keeps the loss finite if a single token has an extreme ratio.
+    """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def kl_estimate(
     kind: str, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None
 ) -> Tensor:
-    """Per-token estimate of KL(policy || ref), same shape and dtype as ``logprobs``; differentiable in ``logprobs``.
+    """Return the estimate of KL(policy || ref) in nats for each token.
 
-    ``old_logprobs`` (of the policy that sampled the tokens) is needed by ``k3_iw`` only.
-    Raises ValueError for an unknown kind or a missing ``old_logprobs``.
+    It has the shape and dtype of ``logprobs`` and is differentiable in them. ``kind``: one of KINDS.
+    ``old_logprobs``: log-probs under the policy that sampled the tokens; only ``k3_iw`` needs them.
+    Raises ValueError for an unknown kind or missing ``old_logprobs``.
     """
     d = logprobs - ref_logprobs
     if kind == "k1":
@@ -57,9 +65,11 @@ def kl_estimate(
 
 
 def exact_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """Exact KL(policy || ref) over the full vocabulary: logits [..., V] of both give [...]. A diagnostic for a few
-    rows."""
+    """Return the exact KL(policy || ref) in nats over the whole vocabulary.
+
+    ``logits``, ``ref_logits``: [..., V]; the result is [...]. This is a diagnostic for a few tokens.
+    """
     logp = torch.log_softmax(logits, dim=-1)
     logq = torch.log_softmax(ref_logits, dim=-1)
-    # A token of probability 0 contributes 0, not 0 * inf.
+    # A token of probability 0 contributes 0. The product would be 0 * inf = NaN.
     return torch.where(logp.isneginf(), 0.0, logp.exp() * (logp - logq)).sum(-1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from cluster.monitoring.stat import Stat
 from learner.algorithms import advantages
 from learner.algorithms.losses import value_loss
 from learner.engine.samples import MicroBatch, Sample, micro_batch
@@ -40,7 +41,8 @@ class Critic:
     def __init__(self, cfg: Any, device: Any, saved: Path | None) -> None:
         import deepspeed
 
-        from actors.modeling.policy import disable_dropout, load_model
+        from actors.modeling.loading import load_model
+        from actors.modeling.policy import disable_dropout
         from learner.engine import tensors
         from learner.engine.rank import deepspeed_config, skippable_adamw
 
@@ -92,7 +94,7 @@ class Critic:
                 [t for t, ok in zip(targets, valid, strict=True) if ok],
                 [v for v, ok in zip(values, valid, strict=True) if ok],
             )
-            stats["explained_variance"] = (explained, 1.0, explained, explained)
+            stats["explained_variance"] = Stat(explained, 1.0, explained, explained)
 
     def update(
         self, samples: list[Sample], micro_batches: int, u: int, stats: dict[str, Any]

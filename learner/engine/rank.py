@@ -21,6 +21,7 @@ import pyarrow as pa
 import ray
 
 from actors.records import Bucket, Probe, checksum, ragged
+from cluster.monitoring.stat import Accumulator, Stat
 from learner.algorithms import advantages
 from learner.algorithms.assemble import in_learner, needs_logprobs
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from learner.engine.samples import MicroBatch, Sample
 
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 64
-Stats = dict[str, tuple[float, float, float, float]]  # name -> (sum, count, min, max)
+Stats = Accumulator
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ class LearnerRank:
 
     def build(self) -> Any:
         """The module that is trained: holds a Hugging Face model as `.model`."""
-        from actors.modeling.policy import Policy, load_model
+        from actors.modeling.loading import load_model
+        from actors.modeling.policy import Policy
 
         return Policy(
             load_model(self.cfg.model, self.cfg.seed), self.cfg.learner.logprob_chunk_tokens
@@ -155,7 +157,7 @@ class LearnerRank:
     def update(self, job: UpdateJob) -> dict[str, Any]:
         """All optimizer steps of one batch. Returns stats merged over its micro-batches, and per-step outcomes."""
         samples = self._load(job)
-        stats: Stats = {}
+        stats = Stats()
         a = self.cfg.algorithm
         if (
             a.data == "sft_samples"
@@ -183,10 +185,10 @@ class LearnerRank:
 
         samples = self._load(job)
         if needs_logprobs(self.cfg.algorithm):
-            self._old_logprobs(samples, job, {})
+            self._old_logprobs(samples, job, Stats())
         if in_learner(self.cfg.algorithm):
-            self._late_advantages(samples, job, {})
-        self._accumulate(samples, job, 0, {})
+            self._late_advantages(samples, job, Stats())
+        self._accumulate(samples, job, 0, Stats())
         grads = {}
         for name, p in self.policy.model.named_parameters():
             grad = safe_get_full_grad(p) if self.cfg.learner.zero_stage else p.grad
@@ -256,7 +258,7 @@ class LearnerRank:
                 found.double(), torch.from_numpy(reference).to(self.device).double()
             ).tolist()
         if self.rank == 0:
-            merge(stats, {"kl_exact": (sum(values), float(len(values)), min(values), max(values))})
+            stats.add("kl_exact", Stat(sum(values), float(len(values)), min(values), max(values)))
 
     def _late_advantages(self, samples: list[Sample], job: UpdateJob, stats: Stats) -> None:
         """Advantages that need log-probs or values, or differ by token: from the whole batch, alike on every rank."""
@@ -332,7 +334,7 @@ class LearnerRank:
                 b.pad(b.flat("behaviour")),
             )
             total = float(value)
-            return value, found | {"loss": (total, 1.0 / self.world, total, total)}, b.empty
+            return value, found | {"loss": Stat(total, 1.0 / self.world, total, total)}, b.empty
 
         return accumulate(self.engine, job.micro_batches[u], loss, stats)
 
@@ -419,7 +421,7 @@ class LearnerRank:
             shutil.rmtree(beside, ignore_errors=True)
             self.policy.model.save_pretrained(beside, state_dict=state)
             tokenizer.save_pretrained(beside)
-            self.policy.save_beside(beside)
+            self.policy.save_extra_files(beside)
             shutil.rmtree(
                 directory, ignore_errors=True
             )  # of an earlier end of a run that was resumed
@@ -440,7 +442,7 @@ def accumulate(
         engine.set_gradient_accumulation_boundary(m == count - 1)
         value, found, empty = loss(m)
         if not empty:
-            merge(stats, found)
+            stats.merge(found)
         finite *= float(torch.isfinite(value.detach()))
         engine.backward(
             value * world
@@ -455,24 +457,10 @@ def put_mismatch(stats: Stats, logprobs: Any, batch: MicroBatch, version: int) -
     same = batch.flat("versions", np.int64) == version
     if bool(same.any()):
         diff = (logprobs.detach() - batch.flat("behaviour"))[same].abs().double()
-        merge(
-            stats,
-            {
-                "mismatch": (
-                    float(diff.sum()),
-                    float(diff.numel()),
-                    float(diff.min()),
-                    float(diff.max()),
-                )
-            },
+        stats.add(
+            "mismatch",
+            Stat(float(diff.sum()), float(diff.numel()), float(diff.min()), float(diff.max())),
         )
-
-
-def merge(stats: Stats, other: Stats) -> None:
-    """Fold `other` into `stats`: sums and counts add, minima and maxima stay what they are (DESIGN invariant 9)."""
-    for name, (total, count, low, high) in other.items():
-        t, c, lo, hi = stats.get(name, (0.0, 0.0, float("inf"), float("-inf")))
-        stats[name] = (t + total, c + count, min(lo, low), max(hi, high))
 
 
 def deepspeed_config(cfg: Any, numel: int) -> dict[str, Any]:

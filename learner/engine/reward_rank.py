@@ -14,6 +14,7 @@ import numpy as np
 import ray
 
 from actors.records import ragged
+from cluster.monitoring.stat import Stat
 from learner.algorithms.reward_training import RewardJob
 from learner.engine.rank import LearnerRank, Stats, accumulate
 from reward_service.models.meaning import KEY, Meaning
@@ -99,7 +100,7 @@ class RewardRank(LearnerRank):
             logits = self.engine(b.ids, b.rows, b.columns, b.begins)
             value, found = REWARD_LOSSES[job.loss](logits, b.labels, b.weights)
             total = float(value)
-            return value, found | {"loss": (total, 1.0 / self.world, total, total)}, b.empty
+            return value, found | {"loss": Stat(total, 1.0 / self.world, total, total)}, b.empty
 
         finite = accumulate(self.engine, job.micro_batches, loss, stats)
         return {"stats": stats, "steps": [self._step(job.learning_rate, finite)]}

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cluster.monitoring.metrics import LOSS_NAMES, Stat
+from cluster.monitoring.metrics import LOSS_NAMES
+from cluster.monitoring.stat import Stat
+from cluster.monitoring.vocabulary import STATUSES
 from learner.algorithms import regimes
 from learner.algorithms.assemble import Assembled, Scores
 from learner.evaluation.measures import MAJ_K, PASS_KS, RERANK_N, rerank, summarise
-
-STATUS_NAMES = ("ok", "error", "timeout", "ungradable")
 
 
 def step_metrics(
@@ -103,7 +103,7 @@ def reward_metrics(
     reward models, are from the gold answers."""
     ok = scores.valid
     values: dict[str, float | Stat] = {
-        f"reward/{s}_share": float(np.mean([t == s for t in scores.statuses])) for s in STATUS_NAMES
+        f"reward/{s}_share": float(np.mean([t == s for t in scores.statuses])) for s in STATUSES
     }
     if ok.any():
         values["reward"] = Stat.of(scores.rewards[ok].tolist())
@@ -137,13 +137,13 @@ def reward_metrics(
 def learner_metrics(result: dict[str, Any]) -> dict[str, float | Stat]:
     stats, steps = result["stats"], result["steps"]
     values: dict[str, float | Stat] = {
-        LOSS_NAMES[name]: Stat(*stat) for name, stat in stats.items() if name in LOSS_NAMES
+        LOSS_NAMES[name]: stat for name, stat in stats.items() if name in LOSS_NAMES
     }
     if steps:  # none while only the critic learns
-        values["actor/loss"] = stats["loss"][0] / len(steps)
+        values["actor/loss"] = stats["loss"].sum / len(steps)
         values["actor/grad_norm"] = Stat.of([s["grad_norm"] for s in steps])
         values["actor/lr"] = steps[-1]["learning_rate"]
         values["actor/skipped_steps"] = float(sum(s["skipped"] for s in steps))
     if "mismatch" in stats:
-        values["training/rollout_logprob_diff"] = Stat(*stats["mismatch"])
+        values["training/rollout_logprob_diff"] = stats["mismatch"]
     return values

@@ -22,7 +22,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.data.prompts import Prompt, PromptStream
+from actors.data.prompt import Prompt
+from actors.data.stream import PromptStream
 from cluster.monitoring.progress import duration
 from cluster.stopping import RunError
 from conf.schema import Config

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from actors.data.prompts import Prompt
+from actors.data.prompt import Prompt
 from actors.records import GroupMeta, SamplingParams
 from actors.rollouts import Group
 from conf.schema import Config

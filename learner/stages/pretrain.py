@@ -20,7 +20,7 @@ import pyarrow as pa
 import ray
 
 from actors.data.corpus import packed_batches
-from actors.modeling.policy import load_tokenizer
+from actors.modeling.loading import load_tokenizer
 from actors.records import ROLLOUT
 from conf.schema import Config
 from learner.algorithms.assemble import make_plan
@@ -151,7 +151,7 @@ def step(run: PretrainRun, state: State, number: int) -> None:
     if number % LINE_EVERY and number != run.cfg.steps:
         return
     stats, outcome = result["stats"], result["steps"][0]
-    loss = stats["loss"][0]
+    loss = stats["loss"].sum
     values = {
         "pretrain/loss": loss,
         "actor/grad_norm": outcome["grad_norm"],

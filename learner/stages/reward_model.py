@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.data.prompts import PromptStream
+from actors.data.stream import PromptStream
 from conf.schema import Config, ConfigError
 from learner.algorithms import reward_training
 from learner.algorithms.assemble import read_scores
@@ -85,9 +85,9 @@ def step(run: RewardRun, state: State, number: int) -> None:
     """One optimizer step."""
     result = run.model.train_step(run.drawn, number)
     outcome = result["steps"][0]
-    total, count, *_ = result["stats"]["reward_loss"]
+    loss = result["stats"]["reward_loss"].mean
     values = {
-        "reward_model/loss": total / count,
+        "reward_model/loss": loss,
         "actor/grad_norm": outcome["grad_norm"],
         "actor/lr": outcome["learning_rate"],
         "actor/skipped_steps": outcome["skipped"],
@@ -95,7 +95,7 @@ def step(run: RewardRun, state: State, number: int) -> None:
     state.metrics = run.log.log(number, values)
     steps = run.cfg.reward_model.steps
     if number % LINE_EVERY == 0 or number == steps:
-        print(f"volley: step {number}/{steps} loss {total / count:.4f}", flush=True)
+        print(f"volley: step {number}/{steps} loss {loss:.4f}", flush=True)
 
 
 def save(run: RewardRun, state: State, folder: Path) -> None:

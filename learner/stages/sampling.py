@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from actors.data.prompts import Dataset, Prompt
+from actors.data.prompt import Prompt
+from actors.data.stream import Dataset
 from actors.records import SamplingParams
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from conf.schema import Config

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actors.modeling.policy import ModelError, Policy, source, weight_files
+from actors.modeling.loading import ModelError, source, weight_files
+from actors.modeling.policy import Policy
 from reward_service.models.meaning import Meaning, head_of
 
 REFERENCE = (
@@ -40,7 +41,7 @@ class RewardModel(nn.Module):
         ]
         return self.model.score(hidden)[:, 0].float()
 
-    def save_beside(self, folder: Path) -> None:
+    def save_extra_files(self, folder: Path) -> None:
         """Files that belong into the model's directory besides its own: none."""
 
 
@@ -68,7 +69,7 @@ class ImplicitRewardModel(Policy):
         sums = torch.zeros(ids.shape, device=ids.device).index_put((r, c), ratios).cumsum(1)
         return self.beta * sums[rows, columns]
 
-    def save_beside(self, folder: Path) -> None:
+    def save_extra_files(self, folder: Path) -> None:
         """Write REFERENCE into the model's directory."""
         from safetensors.torch import save_file
 

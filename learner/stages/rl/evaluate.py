@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from actors.data.prompts import Prompt
+from actors.data.prompt import Prompt
 from actors.records import SamplingParams
 from actors.rollouts import Dispatcher
 from learner.evaluation.step_metrics import evaluation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from actors.data.given import COLUMNS, given_group
-from actors.data.prompts import Prompt
+from actors.data.prompt import Prompt
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from conf.schema import Config
 from learner.stages.engines import PolicyFiles, training_sampling

@@ -6,7 +6,7 @@ what is being generated or waits to be trained on are in the run's GroupQueue.
 
 from __future__ import annotations
 
-from actors.data.prompts import Prompt
+from actors.data.prompt import Prompt
 from actors.rollouts import Group
 from actors.staleness import admissible
 from cluster.stopping import RunError

@@ -15,7 +15,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from actors.data.prompts import Prompt, PromptStream
+from actors.data.prompt import Prompt
+from actors.data.stream import PromptStream
 from cluster.supervision.failures import LearnerLost
 from learner.stages.reward_answers import load_answers, save_answers
 from learner.stages.reward_learner import RewardLearner, summary_line

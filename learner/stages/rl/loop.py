@@ -18,6 +18,7 @@ from cluster import plan as needs
 from cluster.connect import store_shortage
 from cluster.monitoring.metrics import flatten
 from cluster.monitoring.progress import Progress
+from cluster.monitoring.stat import Stat
 from cluster.stopping import RunError
 from learner import preflight
 from learner.algorithms.assemble import Assembled, assemble
@@ -116,13 +117,13 @@ def check_mismatch(run: RLRun, state: State, stats: dict[str, Any]) -> None:
     """
     if "mismatch" not in stats:
         return
-    total, count, _, worst = stats["mismatch"]
-    state.worst_mismatch = max(state.worst_mismatch, worst)
+    mismatch: Stat = stats["mismatch"]
+    state.worst_mismatch = max(state.worst_mismatch, mismatch.max)
     bound = run.cfg.generator.mismatch_bound
-    if not total / count <= bound:
+    if not mismatch.mean <= bound:
         raise RunError(
-            f"learner and generators disagree by {total / count:.3g} per token on average (at most "
-            f"{worst:.3g}), more than generator.mismatch_bound={bound:g}. "
+            f"learner and generators disagree by {mismatch.mean:.3g} per token on average (at most "
+            f"{mismatch.max:.3g}), more than generator.mismatch_bound={bound:g}. "
             "Check that both run the same dtype and that rollout.temperature applies to both."
         )
 
@@ -144,7 +145,7 @@ def sync(run: RLRun, state: State, probe: list[list[int]] | None = None) -> dict
         state.version += 1
     published = run.learner.publish(state.version, probe)
     figures = run.generators.sync(published)
-    figures["bytes"] = float(sum(e.offset for b in published.buckets for e in b.entries[-1:]))
+    figures["bytes"] = float(published.nbytes)
     return figures
 
 

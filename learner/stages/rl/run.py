@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.data.prompts import Prompt
+from actors.data.prompt import Prompt
 from actors.data.sampler import Sampler
 from actors.reference import ReferencePool
 from actors.rollout_log import RolloutLog

@@ -95,7 +95,7 @@ def implicit_start(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
             p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
     setattr(module.model.config, KEY, asdict(Meaning(head="implicit", beta=BETA)))
     module.model.save_pretrained(folder)
-    module.save_beside(folder)
+    module.save_extra_files(folder)
     return folder
 
 
@@ -195,7 +195,7 @@ def test_one_step_is_that_of_the_formula_however_it_is_split(
         for i, row in enumerate(logits):
             assert found[i] == pytest.approx(row, abs=2e-5)
         result = learner.group.update(job)
-        assert result["stats"]["loss"][0] == pytest.approx(wanted, abs=1e-5)
+        assert result["stats"]["loss"].sum == pytest.approx(wanted, abs=1e-5)
         learner.group.save_state(str(tmp_path))
         state = load_file(tmp_path / "policy.safetensors")
         for name, grad in grads.items():
@@ -215,7 +215,7 @@ def test_pairs_and_the_saved_directory(
     head: str,
 ) -> None:
     """Of the implicit head that is DPO: -log sigma(beta (log-ratio of the better - log-ratio of the worse))."""
-    from actors.modeling.policy import load_tokenizer
+    from actors.modeling.loading import load_tokenizer
 
     cfg = settings(
         1,
@@ -238,7 +238,7 @@ def test_pairs_and_the_saved_directory(
         job = reward_training.make_job(
             answers, reward_training.units(answers, "pairwise"), "pairwise", 1, 120, 0, 0.0
         )
-        assert learner.group.update(job)["stats"]["loss"][0] == pytest.approx(wanted, abs=1e-5)
+        assert learner.group.update(job)["stats"]["loss"].sum == pytest.approx(wanted, abs=1e-5)
         learner.group.save_state(str(tmp_path))
         state = load_file(tmp_path / "policy.safetensors")
         for name, grad in grads.items():

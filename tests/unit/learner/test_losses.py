@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -164,7 +164,7 @@ def test_whatever_lies_in_the_padding_changes_nothing(name, seed):
 def test_a_row_of_weight_zero_is_in_no_statistic_and_cannot_spoil_the_loss():
     b, cfg = batch(0), AlgorithmConfig(beta=0.1)
     clean = ours(cfg, b)
-    assert clean[2]["ratio"][1] == b["lengths"][b["valid"]].sum() < b["lengths"].sum()
+    assert clean[2]["ratio"].count == b["lengths"][b["valid"]].sum() < b["lengths"].sum()
     dirty = {
         k: np.where(b["valid"][:, None], b[k], np.nan) for k in ("logprobs", "old", "ref", "adv")
     }
@@ -189,10 +189,10 @@ def test_clip_edges_by_hand():
         assert (gradient[0, flat] == 0).all() and gradient[0, 2] == pytest.approx(-sign / 5)
         counted = "clip_fraction_high" if sign > 0 else "clip_fraction_low"
         other = "clip_fraction_low" if sign > 0 else "clip_fraction_high"
-        assert (
-            stats[counted][:2] == (1.0, 5.0) and stats[other][0] == 0
-        )  # a bound that does not bind is not counted
-        assert stats["ratio"] == pytest.approx((5.75, 5.0, 0.5, 2.0))
+        assert (stats[counted].sum, stats[counted].count) == (1.0, 5.0) and stats[
+            other
+        ].sum == 0  # a bound that does not bind is not counted
+        assert astuple(stats["ratio"]) == pytest.approx((5.75, 5.0, 0.5, 2.0))
 
 
 def test_all_masked_gives_loss_zero_and_no_statistics():
@@ -238,8 +238,8 @@ def test_on_policy_every_ratio_loss_has_the_gradient_of_reinforce():
         _, gradient, stats = ours(AlgorithmConfig(loss=loss), b, old=b["logprobs"])
         np.testing.assert_allclose(gradient, want, atol=1e-14)
         assert (
-            stats["clip_fraction_low"][0] == stats["clip_fraction_high"][0] == 0
-            and stats["kl_old"][0] == 0
+            stats["clip_fraction_low"].sum == stats["clip_fraction_high"].sum == 0
+            and stats["kl_old"].sum == 0
         )
     _, gradient, _ = ours(AlgorithmConfig(), b, old=b["logprobs"])
     logprobs = torch.tensor(b["logprobs"], requires_grad=True)
@@ -313,10 +313,6 @@ def test_dpo_through_its_coefficient_has_the_gradient_of_the_dpo_loss(average):
     margin = beta * (win - lose)
     value = -torch.log(1 / (1 + torch.exp(-margin))).mean()
     value.backward()
-    zero = torch.zeros_like(win)
-    loss, got_margin = losses.dpo_loss(win, lose, zero, zero, beta)
-    torch.testing.assert_close(loss.mean(), value, **NEAR)
-    torch.testing.assert_close(got_margin, margin, **NEAR)
     coefficient = advantages.dpo(answer.detach().numpy(), chosen, pairs, beta)
     normaliser = (
         {"normaliser": "sequence_mean"}
@@ -341,11 +337,6 @@ def test_weights_by_hand():
         np.testing.assert_allclose(
             losses.sample_weights(normaliser, lengths, valid, constant), want, rtol=1e-15
         )
-    # Groups 7 (one answer) and 8 (two): each group weighs 1/2.
-    grouped = losses.sample_weights(
-        "sequence_mean", np.array([2, 4, 5]), np.ones(3, bool), groups=np.array([7, 8, 8])
-    )
-    np.testing.assert_allclose(grouped, [1 / 4, 1 / 16, 1 / 20], rtol=1e-15)
     assert (losses.sample_weights("token_mean", lengths, np.zeros(4, bool)) == 0).all()
 
 
@@ -372,14 +363,15 @@ def test_value_loss_by_hand():
     loss, stats = losses.value_loss(values, old, returns, torch.tensor([0.5]), mask, 0.5)
     loss.backward()
     assert loss.item() == 0.5 * 0.5 * 5 and values.grad.tolist() == [[0.5, 1.0, 0.0]]
-    assert stats["value_loss"][:2] == (2.5, 2.0) and stats["value_clip_fraction"][:2] == (0.0, 2.0)
+    assert astuple(stats["value_loss"])[:2] == (2.5, 2.0)
+    assert astuple(stats["value_clip_fraction"])[:2] == (0.0, 2.0)
     # Return 2 instead of 0: |1 - 2| = 1 but |0.5 - 2| = 1.5 is larger: the clipped branch, without gradient.
     values.grad = None
     returns[0, 0] = 2.0
     loss, stats = losses.value_loss(values, old, returns, torch.tensor([0.5]), mask, 0.5)
     loss.backward()
     assert loss.item() == 0.25 * (2.25 + 4) and values.grad.tolist() == [[0.0, 1.0, 0.0]]
-    assert stats["value_clip_fraction"][:2] == (1.0, 2.0)
+    assert astuple(stats["value_clip_fraction"])[:2] == (1.0, 2.0)
     plain, stats = losses.value_loss(values, old, returns, torch.tensor([0.5]), mask, None)
     assert plain.item() == 0.25 * (1 + 4) and "value_clip_fraction" not in stats
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from actors.records import GroupMeta
-from cluster.monitoring.metrics import Stat, find
+from cluster.monitoring.metrics import find
+from cluster.monitoring.stat import Stat
 from learner.algorithms.assemble import Assembled, Scores
 from learner.evaluation.step_metrics import evaluation, reward_metrics, step_metrics
 
@@ -53,8 +54,8 @@ def values() -> dict[str, float | Stat]:
         {0: "learnable", 1: "undetermined"},
         np.zeros(4),
     )
-    result = {"stats": {"loss": (0.6, 1.0, 0.2, 0.4), "entropy": (8.0, 4.0, 1.0, 3.0),
-                        "mismatch": (4e-6, 4.0, 0.0, 2e-6)},
+    result = {"stats": {"loss": Stat(0.6, 1.0, 0.2, 0.4), "entropy": Stat(8.0, 4.0, 1.0, 3.0),
+                        "mismatch": Stat(4e-6, 4.0, 0.0, 2e-6)},
               "steps": [{"grad_norm": 1.0, "skipped": 0.0, "learning_rate": 1e-3},
                         {"grad_norm": 3.0, "skipped": 1.0, "learning_rate": 2e-3}]}  # fmt: skip
     return step_metrics(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from actors.modeling.policy import ModelError
+from actors.modeling.loading import ModelError
 from conf.schema import ConfigError
 from reward_service.models.heads import (
     REFERENCE,
@@ -134,7 +134,7 @@ def test_a_directory_holds_what_a_model_without_a_head_began_as(tmp_path: Path) 
     told = asdict(Meaning("outcome", True, "", "implicit", 0.3))
     setattr(saved.model.config, KEY, told)
     saved.model.save_pretrained(tmp_path)
-    saved.save_beside(tmp_path)
+    saved.save_extra_files(tmp_path)
     assert meaning(str(tmp_path), {}) == Meaning("outcome", True, "", "implicit", 0.3)
     prompts, completions, ends = answers(6)
     for trained in (True, False):  # to be trained further its reference stays the same
