@@ -81,8 +81,11 @@ class AlgorithmConfig:
     """One point of DeepSeekMath's unified view; see docs/algorithms.md."""
 
     name: str = "grpo"
+    source: str = ""  # in words, for docs/algorithms.md: authors, arXiv number, equations
+    rewards: str = ""  # in words, for docs/algorithms.md: where rewards come from
+    coefficient: str = ""  # in words, for docs/algorithms.md: the factor of grad log pi
     data: str = "policy"  # policy | dataset | pairs | sft_samples
-    advantage: str = "grpo"
+    advantage: str = "grpo"  # a registered function of learner/algorithms/advantages/
     loss: str = "ppo_clip"
     normaliser: str = "sequence_mean"  # sequence_mean | token_mean | constant
     loss_constant: float | None = None
@@ -355,19 +358,6 @@ CHOICES = {
     "data.kind": ("arithmetic", "reasoning_gym", "files", "corpus"),
     "data.template": ("r1_zero", "short"),
     "algorithm.data": ("policy", "dataset", "pairs", "sft_samples"),
-    "algorithm.advantage": (
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "reinforce_pp_baseline",
-        "constant",
-        "correct",
-        "reward",
-        "process",
-        "reinforce_pp",
-        "gae",
-        "dpo",
-    ),  # learner/algorithms/advantages.py, which is slow to import
     "algorithm.loss": (
         "ppo_clip",
         "gspo",

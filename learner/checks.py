@@ -1,6 +1,6 @@
 """Every check of settings together that can be made before an engine starts (DESIGN invariant 10).
 
-Imports nothing heavier than the standard library, so that a mistake is answered in a second or two.
+Imports nothing heavier than NumPy, so that a mistake is answered in a second or two.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 
 from conf.schema import CHOICES, RANGES, Config, ConfigError, get
+from learner.algorithms.advantages import names
 
 
 def context_length(cfg: Config) -> int | None:
@@ -27,6 +28,10 @@ def validate(cfg: Config) -> None:
     for key, allowed in CHOICES.items():
         if get(cfg, key) not in allowed:
             raise ConfigError(key, get(cfg, key), f"expected one of {', '.join(map(str, allowed))}")
+    if cfg.algorithm.advantage not in (known := names()):
+        raise ConfigError(
+            "algorithm.advantage", cfg.algorithm.advantage, f"expected one of {', '.join(known)}"
+        )
     for key, low, inclusive in RANGES:
         value = get(cfg, key)
         if value is None:  # an optional setting that is off

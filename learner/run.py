@@ -131,9 +131,9 @@ def _run(
     from cluster.connect import connect
 
     if cfg.stage == "rl":
-        from learner.algorithms import registry
+        from learner.algorithms import parts
 
-        registry.check(cfg.algorithm)  # slow to import, hence not among the checks of the settings
+        parts.check(cfg.algorithm)  # slow to import, hence not among the checks of the settings
     print(f"volley: {connect(cfg, namespace=run_dir.name)}", flush=True)
     if places := placement.reserve(cfg):
         print(f"volley: {places}", flush=True)

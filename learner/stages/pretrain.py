@@ -68,7 +68,7 @@ def whole_batch_job(
 
 def pretrain(cfg: Config, run_dir: Path) -> None:
     """Train for cfg.steps and write run_dir/model."""
-    from cluster.monitoring.metrics import MetricLog
+    from cluster.monitoring.sinks import MetricLog
 
     tokenizer = load_tokenizer(cfg.model)
     learner = LearnerGroup(cfg)

@@ -134,7 +134,7 @@ def train(
     cfg: Config, run_dir: Path, stopping: Stopping, store: checkpoint.Store, saved: Path | None
 ) -> None:
     """Train for reward_model.steps, measure on held-out answers before and after, and write run_dir/model."""
-    from cluster.monitoring.metrics import MetricLog
+    from cluster.monitoring.sinks import MetricLog
 
     began = time.monotonic()
     tokenizer = load_tokenizer(cfg.model)

@@ -26,8 +26,9 @@ from actors.rollouts import Dispatcher, GeneratorPool, Group
 from actors.staleness import Ledger, admissible
 from cluster import plan
 from cluster.connect import store_shortage
-from cluster.monitoring.metrics import MetricLog, flatten
+from cluster.monitoring.metrics import flatten
 from cluster.monitoring.progress import Progress
+from cluster.monitoring.sinks import MetricLog
 from cluster.monitoring.stat import Stat
 from cluster.stopping import RunError, Stopping
 from cluster.supervision.failures import LearnerLost

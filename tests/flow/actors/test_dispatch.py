@@ -45,7 +45,7 @@ class Pool:
         self.actors = [ray.remote(Standin).options(num_cpus=0).remote(d) for d in delays]
         self.restarts, self.look_s, self.epoch = 0, 5.0, 0
 
-    def revive(self, index: int, why: Exception) -> None:
+    def replace(self, index: int, why: Exception) -> None:
         self.restarts += 1
         ray.kill(self.actors[index])
         self.actors[index] = ray.remote(Standin).options(num_cpus=0).remote()

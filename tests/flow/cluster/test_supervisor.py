@@ -229,4 +229,4 @@ def test_rollouts_are_written_by_a_new_writer_or_told_to_be_lost(
         "rollouts of step 2 are not written: OSError: [Errno 28] No space left"
         in capsys.readouterr().out
     )
-    log.member.end()
+    log.pool.stop()
