@@ -9,8 +9,8 @@ import ray
 
 from actors.data.answers import GivenRequest, answer_records
 from actors.data.arithmetic import arithmetic_prompt
-from actors.data.given import given_group, given_groups
 from actors.data.prompt import Prompt
+from actors.given import given_group, given_groups
 from actors.modeling.tokenizer import build_tokenizer
 from conf.schema import ConfigError
 
