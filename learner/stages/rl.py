@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.data.given import COLUMNS, given_group
 from actors.data.prompt import Prompt
 from actors.data.sampler import Sampler
+from actors.given import COLUMNS, given_group
 from actors.modeling.loading import load_tokenizer, materialise, model_size, stop_ids
 from actors.records import SamplingParams
 from actors.reference import ReferencePool
