@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from actors.data.given import COLUMNS, given_group
 from actors.data.prompt import Prompt
+from actors.given import COLUMNS, given_group
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from conf.schema import Config
 from learner.stages.engines import PolicyFiles, training_sampling
