@@ -8,7 +8,6 @@ needs, forms padded micro-batches and runs them; every denominator is already in
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import pyarrow as pa
 import ray
 
 from actors.records import Bucket, Probe, checksum, ragged
+from cluster.files import atomic
 from cluster.monitoring.stat import Accumulator, Stat
 from learner.algorithms import advantages
 from learner.algorithms.assemble import in_learner, needs_logprobs
@@ -408,7 +408,8 @@ class LearnerRank:
             )
 
     def save_model(self, directory: str, tokenizer: Any) -> None:
-        """Write the policy as a Hugging Face directory (safetensors), beside and then renamed, by rank 0."""
+        """Write the policy as a Hugging Face directory (safetensors). Every rank must call this;
+        rank 0 writes. A directory of this name, from an earlier end of a resumed run, is replaced."""
         from learner.engine.weights import buckets, gathered
 
         state = {}
@@ -417,15 +418,10 @@ class LearnerRank:
                 if self.rank == 0:
                     state.update({n: p.detach().cpu().clone() for n, p in group})
         if self.rank == 0:
-            beside = Path(directory + ".partial")
-            shutil.rmtree(beside, ignore_errors=True)
-            self.policy.model.save_pretrained(beside, state_dict=state)
-            tokenizer.save_pretrained(beside)
-            self.policy.save_extra_files(beside)
-            shutil.rmtree(
-                directory, ignore_errors=True
-            )  # of an earlier end of a run that was resumed
-            beside.rename(directory)
+            with atomic(Path(directory)) as partial:
+                self.policy.model.save_pretrained(partial, state_dict=state)
+                tokenizer.save_pretrained(partial)
+                self.policy.save_extra_files(partial)
 
 
 def accumulate(
