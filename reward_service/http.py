@@ -12,8 +12,10 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from reward_service.main import MAX_BODY, item_of, result_row
-from reward_service.pool import RewardPool
+from reward_service.processes import RewardPool
+from reward_service.rows import item_of, result_row
+
+MAX_BODY = 64 * 2**20  # bytes of one request
 
 
 class RewardHTTP:

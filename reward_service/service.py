@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 
 from actors.records import SCORED as REWARD
-from reward_service.pool import RewardPool, RewardPoolError
-from reward_service.rules.rules import RewardItem, RewardResult
+from reward_service.processes import RewardPool, RewardPoolError
+from reward_service.rules.item import RewardItem, RewardResult
 from reward_service.step_labels.steps import STEP_RULES, token_steps
 
 __all__ = ["REWARD", "RewardItem", "RewardPool", "RewardPoolError", "RewardResult", "RewardService"]

@@ -20,7 +20,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from reward_service.rules.rules import RewardItem, RewardResult, Scorer, score_safely
+from reward_service.rules.item import RewardItem, RewardResult
+from reward_service.rules.scorer import Scorer, score_safely
 
 _START = threading.Lock()
 _IMPORTS = ["mpmath", "pebble", "reward_service.rules.tasks", "reward_service.worker"]

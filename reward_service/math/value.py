@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reward_service.math.expression import (
-    CLOSE,
-    MAX_DEPTH,
-    MAX_TOKENS,
-    OPEN,
-    Expr,
-    Parser,
-    equal,
-    evaluate,
-    symbols,
-)
+from reward_service.math.evaluation import equal, evaluate
+from reward_service.math.expression import MAX_DEPTH, MAX_TOKENS, Expr, symbols
+from reward_service.math.parser import CLOSE, OPEN, Parser
 from reward_service.math.text import Token, Unreadable
 
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne"}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from reward_service.rules.rules import RewardItem, Rule
+from reward_service.rules.item import RewardItem, Rule
 
 STYLES = {
     "verl": "compute_score(data_source, solution_str, ground_truth, extra_info)",

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_CHILD = Path(__file__).with_name("child.py")
+CHILD = Path(__file__).with_name("child.py")
 
 
 class SandboxUnavailable(RuntimeError):
@@ -62,7 +62,7 @@ def run_program(program: str, stdin: str = "", limits: Limits | None = None) -> 
         "python": os.path.realpath(sys.executable),
     }
     child = subprocess.Popen(
-        [os.path.realpath(sys.executable), "-I", "-S", "-B", str(_CHILD), str(status_write)],
+        [os.path.realpath(sys.executable), "-I", "-S", "-B", str(CHILD), str(status_write)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

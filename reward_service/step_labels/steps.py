@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from actors.data.corpus import parts
-from reward_service.rules.rules import reasoning_of
+from reward_service.rules.format import reasoning_of
 
 _SUM = re.compile(r"(?<!\d)(\d+)\+(\d+)=(?=(\d+))")
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.reward_items import adversarial
-from reward_service.math import grading
+from reward_service.math import extraction, grading
 from reward_service.math.text import Unreadable
 from reward_service.rules import tasks
-from reward_service.rules.rules import RewardItem, Scorer, format_reward, score_safely
+from reward_service.rules.format import format_reward
+from reward_service.rules.item import RewardItem
+from reward_service.rules.scorer import Scorer, score_safely
 
 DATA = Path(__file__).parents[2] / "data" / "grading"
 CASES = [json.loads(line) for line in open(DATA / "cases.jsonl", encoding="utf-8")]
@@ -102,9 +104,9 @@ def test_a_gold_that_cannot_be_read_is_ungradable_and_no_zero(gold: str) -> None
 
 def test_an_unclosed_box_is_an_error_of_the_reader_alone() -> None:
     with pytest.raises(Unreadable):
-        grading.last_box(r"\boxed{4")
-    assert grading.last_box(r"\boxed{\frac{1}{2}} \fbox{3}") == "3"
-    assert grading.last_box("4") is None
+        extraction.last_box(r"\boxed{4")
+    assert extraction.last_box(r"\boxed{\frac{1}{2}} \fbox{3}") == "3"
+    assert extraction.last_box("4") is None
 
 
 @pytest.mark.parametrize("expression, numbers, target, accuracy", [

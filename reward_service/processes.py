@@ -23,7 +23,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from reward_service import worker
-from reward_service.rules.rules import RewardItem, RewardResult
+from reward_service.rules.item import RewardItem, RewardResult
 
 DEPTH = 2  # items given to a worker: the one it is at, and one that waits in its pipe
 MAX_DEATHS = (
