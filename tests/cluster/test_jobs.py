@@ -1,6 +1,7 @@
 """A run as a Ray job on the cluster of `make cluster`: sent, watched, stopped, and gone on with.
 
-One run is watched while it trains and then stopped; a second one, sent by Ray's own command line, ends it.
+One run is watched while it trains and then stopped; a second one, sent by Ray's own command line,
+ends it.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ def test_the_dashboard_in_a_browser(cluster: Cluster, tmp_path: Path) -> None:
     """VOLLEY_SCREENSHOT=FILE keeps the picture: docs/dashboard.png is one."""
     if not browser.installed():
         pytest.skip(
-            f"no browser: none of {', '.join(browser.NAMES)} is installed (apt-get install chromium)"
+            f"no browser: none of {', '.join(browser.NAMES)} is installed "
+            "(apt-get install chromium)"
         )
     page = browser.Page(tmp_path, {"Authorization": f"Bearer {cluster.place.token}"})
     try:

@@ -1,7 +1,8 @@
-"""The whole program as a user starts it: `python -m learner.main`, with every engine real and everything small.
+"""The whole program as a user starts it: `python -m learner.main`, with every engine real and
+everything small.
 
-One quiet run is the measure of the others: two generators, or one that is killed in the middle, must end bit for bit
-where it ended.
+One quiet run is the measure of the others: two generators, or one that is killed in the middle,
+must end bit for bit where it ended.
 """
 
 from __future__ import annotations
@@ -70,13 +71,25 @@ def same_end(one: Run, two: Run) -> None:
         assert one.summary()[key] == two.summary()[key]
 
 
-# ---- a quiet run ---------------------------------------------------------------------------------------------
+# ---- a quiet run ---------------------------------------------------------------------------------
 
 
 def test_summary(quiet: Run) -> None:
     s = quiet.summary()
-    assert set(s) == {"experiment", "model", "seed", "steps", "wall_s", "setup_s", "before", "after",
-                      "tokens_generated", "tokens_per_s", "sync_logprob_max_abs_diff", "groups"}  # fmt: skip
+    assert set(s) == {
+        "experiment",
+        "model",
+        "seed",
+        "steps",
+        "wall_s",
+        "setup_s",
+        "before",
+        "after",
+        "tokens_generated",
+        "tokens_per_s",
+        "sync_logprob_max_abs_diff",
+        "groups",
+    }
     assert set(s["before"]) == set(s["after"]) == TABLE
     assert (s["experiment"], s["seed"], s["steps"]) == ("r1_zero", 0, STEPS)
     n = STEPS * PROMPTS
@@ -166,7 +179,7 @@ def test_a_folder_that_holds_a_run_is_refused(start: Starter, quiet: Run) -> Non
     assert (quiet.folder / "summary.json").read_bytes() == before
 
 
-# ---- runs that must end where the quiet one did --------------------------------------------------------------
+# ---- runs that must end where the quiet one did --------------------------------------------------
 
 
 def test_two_generators_give_the_same_run(two_generators: Run, quiet: Run) -> None:
@@ -208,7 +221,7 @@ def test_a_driver_killed_and_resumed_ends_where_the_quiet_run_did(
     assert [versions[s] for s in range(1, STEPS + 1)] == [1, 2, 3]
 
 
-# ---- off-policy, several updates, filters, and a step that is not finite -------------------------------------
+# ---- off-policy, several updates, filters, and a step that is not finite -------------------------
 
 POISON = """
 import dataclasses, sys
@@ -224,7 +237,8 @@ real, calls = trainer.Trainer.update, []
 def poisoned(batch):
     i = batch.plan.schema.names.index("advantage")
     nan = pa.array(np.full(batch.plan.num_rows, np.nan))
-    return dataclasses.replace(batch, plan=batch.plan.set_column(i, batch.plan.schema.field(i), nan))
+    plan = batch.plan.set_column(i, batch.plan.schema.field(i), nan)
+    return dataclasses.replace(batch, plan=plan)
 
 def update(self, *args):
     calls.append(1)
