@@ -14,6 +14,7 @@ from reward_service.math.expression import MAX_BITS, Expr, nodes, symbols
 from reward_service.math.text import Unreadable
 
 DIGITS, PROOF_DIGITS = 60, 1000
+_RATIONAL = frozenset("n+-*/%!s")  # heads of expressions whose value is a fraction
 
 
 class _Evaluator:
@@ -143,7 +144,7 @@ def evaluate(expr: Expr, point: Mapping[str, Fraction] | None = None, digits: in
 def evaluate_watched(expr: Expr, point: Mapping[str, Fraction], digits: int) -> tuple[Any, bool]:
     """(value, whether an intermediate was so small or large that agreeing digits would prove nothing)."""
     evaluator = _Evaluator(digits, point)
-    if all(node[0] in "n+-*/%!s" for node in nodes(expr)):
+    if all(node[0] in _RATIONAL for node in nodes(expr)):
         return _guarded(evaluator, expr), False
     with mp.workdps(digits + 15):
         return +_guarded(evaluator, expr), evaluator.extreme

@@ -207,7 +207,7 @@ def _left_name(tokens: list[Token]) -> str:
     if (
         texts[0] == "("
         and texts[-1] == ")"
-        and all(t.kind == "sym" or t.text in "(,)" for t in tokens)
+        and all(t.kind == "sym" or t.text in ("(", ",", ")") for t in tokens)
     ):
         return "".join(texts)
     subscript = "".join(texts[1:]).strip("_{}")
@@ -323,7 +323,7 @@ def _bracketed(tokens: list[Token], depth: int):
             value = read_item(parts[0], depth + 1)
             return value if isinstance(value, Seq) else None
         return None
-    brackets = opening + closing if opening in "([" and closing in ")]" else ""
+    brackets = opening + closing if opening in ("(", "[") and closing in (")", "]") else ""
     return Seq("tuple", tuple(read_item(part, depth + 1) for part in parts), brackets)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.reward_items import adversarial
-from reward_service.math import extraction, grading
-from reward_service.math.text import Unreadable
+from reward_service.math import extraction, grading, reading
+from reward_service.math.text import MONEY, Token, Unreadable
 from reward_service.rules import tasks
 from reward_service.rules.format import format_reward
 from reward_service.rules.item import RewardItem
@@ -183,3 +183,18 @@ def test_adversarial_completions_in_process(tmp_path: Path) -> None:
         )
         assert result.parts["accuracy"] or result.reason
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("text", [",", ";", "or"])
+def test_a_separator_is_a_whole_token(text: str) -> None:
+    assert reading.is_separator(Token("op", text))
+
+
+@pytest.mark.parametrize("text", ["", "o", "r", ";o", ",;", ",;or"])
+def test_a_part_of_the_list_of_separators_is_no_separator(text: str) -> None:
+    assert not reading.is_separator(Token("op", text))
+
+
+@pytest.mark.parametrize("text", ["", "¤€", "€£"])
+def test_a_money_sign_is_one_sign(text: str) -> None:
+    assert text not in MONEY
