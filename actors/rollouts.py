@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from actors.data.prompts import Prompt
+from actors.data.prompt import Prompt
 from actors.generator import Generator, engine_args
 from actors.records import GroupMeta, GroupRequest, Published, SamplingParams
 from actors.staleness import sample_seed

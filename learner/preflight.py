@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from actors.data.prompts import Prompt, build_dataset
+from actors.data.build import build_dataset
+from actors.data.prompt import Prompt
 from actors.modeling.loading import ModelError, load_model, load_tokenizer, model_size
 from cluster import plan, security
 from cluster.connect import target

@@ -16,7 +16,7 @@ import pyarrow as pa
 import ray
 
 from actors.data import corpus
-from actors.data.prompts import Prompt
+from actors.data.prompt import Prompt
 from actors.records import ROLLOUT, SCORED, GroupMeta
 from actors.rollouts import Group
 from conf.schema import ConfigError

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.data.prompts import Prompt
+from actors.data.prompt import Prompt
 from actors.staleness import Ledger
 from conf.schema import Config
 from learner.checkpoints import checkpoint

@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
-from actors.data.prompts import Prompt, PromptStream
+from actors.data.prompt import Prompt
+from actors.data.stream import PromptStream
 from actors.records import GroupMeta, SamplingParams
 from actors.rollouts import Group
 from cluster.monitoring.progress import duration

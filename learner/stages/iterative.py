@@ -12,7 +12,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.data.prompts import Prompt, PromptStream
+from actors.data.prompt import Prompt
+from actors.data.stream import PromptStream
 from cluster.supervision.failures import LearnerLost
 from learner.algorithms.assemble import read_scores
 from learner.stages.reward_model import RewardLearner, load_answers, save_answers, shown

@@ -266,7 +266,7 @@ class _Stage:
 
 def sampled(cfg: Config, run_dir: Path, tokenizer: Any) -> tuple[Answers, Answers]:
     """(train, held out): samples of the policy, graded by reward.rules; they are kept in RUN_DIR/answers."""
-    from actors.data.prompts import PromptStream
+    from actors.data.stream import PromptStream
     from learner.algorithms.assemble import read_scores
     from learner.stages.sampling import Engines
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from actors.data.given import COLUMNS, given_group
-from actors.data.prompts import Prompt
+from actors.data.prompt import Prompt
 from actors.data.sampler import Sampler
 from actors.modeling.loading import load_tokenizer, materialise, model_size, stop_ids
 from actors.records import SamplingParams
@@ -408,7 +408,7 @@ class Trainer:
         self.version += probe is None
         self.published = published = self.learner.publish(self.version, probe)
         figures = self.generators.sync(published)
-        figures["bytes"] = float(sum(e.offset for b in published.buckets for e in b.entries[-1:]))
+        figures["bytes"] = float(published.nbytes)
         return figures
 
     def refer(self, groups: list[Group], batch: Assembled) -> list[Any] | None:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from actors.data.prompts import Dataset, Prompt, build_dataset
+from actors.data.build import build_dataset
+from actors.data.prompt import Prompt
+from actors.data.stream import Dataset
 from actors.modeling.loading import load_tokenizer, materialise, stop_ids
 from actors.records import SamplingParams
 from actors.rollouts import Dispatcher, GeneratorPool, Group

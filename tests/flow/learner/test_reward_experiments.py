@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from actors.data import corpus
-from actors.data.corpus import stable_rng
+from actors.data.prompt import stable_rng
 from actors.records import LABELLED, check_labelled
 from tests.flow.runs import MARK, ROOT, RUN_S, Run, Starter
 

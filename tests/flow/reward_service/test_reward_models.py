@@ -17,7 +17,7 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from actors.data.prompts import make_prompt
+from actors.data.prompt import make_prompt
 from actors.modeling.tokenizer import save_tokenizer
 from actors.records import ROLLOUT, GroupMeta
 from actors.rollouts import Group

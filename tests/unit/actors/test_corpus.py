@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from actors.data import corpus
-from actors.data.prompts import arithmetic_split, stable_rng
+from actors.data.arithmetic import arithmetic_split
+from actors.data.prompt import stable_rng
 
 TAGS = r"<think>[^<]*</think><answer>(\d+)</answer>"
 

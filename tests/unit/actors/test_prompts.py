@@ -10,16 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from actors.data.arithmetic import arithmetic_prompt, arithmetic_split
+from actors.data.build import build_dataset
 from actors.data.files import DataFileError, load_files
-from actors.data.prompts import (
-    TEMPLATES,
-    Dataset,
-    PromptStream,
-    arithmetic_prompt,
-    arithmetic_split,
-    build_dataset,
-    make_prompt,
-)
+from actors.data.prompt import TEMPLATES, make_prompt
+from actors.data.stream import Dataset, PromptStream
 
 
 def questions(prompts):
@@ -36,9 +31,7 @@ def test_arithmetic_prompt_is_a_function_of_its_arguments():
 
 
 def test_prompt_ids_are_the_same_in_another_process():
-    code = (
-        "from actors.data.prompts import arithmetic_prompt as p; print(p(7, 3, 'train').prompt_id)"
-    )
+    code = "from actors.data.arithmetic import arithmetic_prompt as p; print(p(7, 3, 'train').prompt_id)"
     env = {"PYTHONHASHSEED": "12345", "PATH": ""}
     there = subprocess.run(
         [sys.executable, "-c", code],

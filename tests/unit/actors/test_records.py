@@ -13,6 +13,10 @@ from actors.records import (
     REFERENCE,
     ROLLOUT,
     SCORED,
+    Bucket,
+    Entry,
+    Probe,
+    Published,
     RecordError,
     check_reference,
     check_rollout,
@@ -128,3 +132,21 @@ def test_checksum_tells_any_flipped_byte_and_any_swap() -> None:
         damaged[place] ^= 1
         assert checksum(damaged) != whole
     assert checksum(buffer[::-1].copy()) != whole
+
+
+def published(*buckets: list[Entry]) -> Published:
+    return Published(3, [Bucket(None, b, "") for b in buckets], Probe([], [], 0.0))
+
+
+def test_bytes_of_a_published_version_count_every_bucket_to_its_end() -> None:
+    matrix = Entry("embedding", "float32", (10, 4), 0)  # alone in its bucket: 160 bytes
+    pair = [Entry("w", "bfloat16", (3, 5), 0), Entry("b", "bfloat16", (5,), 32)]  # ends at 42
+    assert published([matrix]).nbytes == 160
+    assert published(pair, [matrix]).nbytes == 202
+    assert published([Entry("scale", "float32", (), 4)]).nbytes == 8  # a scalar has one element
+    assert published().nbytes == 0
+
+
+def test_a_dtype_of_unknown_size_is_refused_by_name() -> None:
+    with pytest.raises(RecordError, match="bucket entry w: dtype 'float5', expected one of"):
+        assert published([Entry("w", "float5", (1,), 0)]).nbytes

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.data.prompts import Dataset, make_prompt
+from actors.data.prompt import make_prompt
 from actors.data.sampler import Sampler
+from actors.data.stream import Dataset
 from conf.schema import DataConfig
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from transformers import AutoTokenizer
 
 from actors.data.corpus import documents
-from actors.data.prompts import TEMPLATES
+from actors.data.prompt import TEMPLATES
 from actors.modeling.tokenizer import CHARACTERS, TAGS, build_tokenizer, save_tokenizer
 
 

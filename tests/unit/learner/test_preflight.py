@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from actors.data.prompts import Prompt, build_dataset
+from actors.data.build import build_dataset
+from actors.data.prompt import Prompt
 from actors.modeling.loading import ModelError, load_model, model_size, weight_files
 from cluster import plan
 from conf.schema import Config
