@@ -1,7 +1,8 @@
 """Command line: `python -m reward_service.main grade --completions FILE.jsonl` and `... serve`.
 
-grade prints one line of JSON per item: id, accuracy, format, status, extracted, reason. serve answers the same over
-HTTP through Ray Serve: POST /score with a list of items, `Authorization: Bearer TOKEN`, on the loopback by default.
+`grade` prints one line of JSON per item: id, accuracy, format, status, extracted, reason. `serve`
+gives the same answers over HTTP (Ray Serve): POST /score with a list of items and `Authorization:
+Bearer TOKEN`. It listens on the loopback interface by default.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCK = 2048  # items read and graded at a time
 
 
 def load_config(path: str | None) -> dict[str, Any]:
-    """A reward config from YAML, or accuracy and format."""
+    """The reward config of a YAML file; without a path, the rules accuracy and format."""
     if path is None:
         return dict(DEFAULT_RULES)
     from omegaconf import OmegaConf
@@ -33,7 +34,7 @@ def load_config(path: str | None) -> dict[str, Any]:
 
 
 def grade(args: argparse.Namespace) -> None:
-    """Prints a line of JSON for each item of args.completions, in order."""
+    """Prints one line of JSON for each item of the file args.completions, in order."""
     with RewardPool(load_config(args.config), args.workers) as pool:
         items = read_items(Path(args.completions))
         while block := list(islice(items, BLOCK)):
@@ -45,7 +46,11 @@ def grade(args: argparse.Namespace) -> None:
 
 
 def read_token(path: str | None) -> str:
-    """The token of the file, or of VOLLEY_REWARD_TOKEN; without either a new one, written to `path` for its owner."""
+    """The token from the file `path`, or else from the environment variable VOLLEY_REWARD_TOKEN.
+
+    Without either, a new token is written to `path`, readable by its owner only. Raises ValueError
+    for a token shorter than 16 characters.
+    """
     if path and Path(path).is_file():
         token = Path(path).read_text().strip()
     elif os.environ.get("VOLLEY_REWARD_TOKEN"):
@@ -63,7 +68,7 @@ def read_token(path: str | None) -> str:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Serves until interrupted."""
+    """Serves over HTTP until SIGINT or SIGTERM arrives."""
     import ray
     from ray import serve as ray_serve
 
@@ -84,7 +89,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point; a bad input ends in one line and exit code 2."""
+    """Entry point. Bad input ends with one line of error and exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m reward_service.main", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("grade", help="grade a JSON-lines file of completions")

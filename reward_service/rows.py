@@ -26,7 +26,10 @@ _FIELDS = {
 
 
 def item_of(row: Any, where: str, number: int = 0) -> RewardItem:
-    """A RewardItem from case-file fields; other fields become `extra`. Raises ValueError naming place and column."""
+    """The RewardItem of one JSON object; fields without a meaning of their own become `extra`.
+
+    Raises ValueError naming `where` the row is from and the column at fault.
+    """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
     for column in ("completion", "gold"):
@@ -58,7 +61,7 @@ def item_of(row: Any, where: str, number: int = 0) -> RewardItem:
 
 
 def read_items(path: Path) -> Iterator[RewardItem]:
-    """Items of a JSON-lines file. Raises ValueError naming file, row (from 1) and column."""
+    """The items of a JSON-lines file. Raises ValueError naming file, row (from 1) and column."""
     with open(path, encoding="utf-8", errors="surrogateescape") as file:
         count = 0
         for number, line in enumerate(file, 1):
@@ -75,7 +78,7 @@ def read_items(path: Path) -> Iterator[RewardItem]:
 
 
 def result_row(item: RewardItem, result: RewardResult) -> dict[str, Any]:
-    """What is printed and sent: accuracy is null if it was not determined (any status but ok)."""
+    """The fields that `grade` prints and `serve` sends. Accuracy is null if it was not determined."""
     return {
         "id": item.id,
         "accuracy": result.parts.get("accuracy"),

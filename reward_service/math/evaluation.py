@@ -162,10 +162,11 @@ def _guarded(evaluator: _Evaluator, expr: Expr) -> Any:
 
 
 def equal(left: Expr, right: Expr) -> bool:
-    """Exact equality of two expressions; of ones with symbols, as functions (at points where both are real).
+    """Exact equality of two expressions; of ones with symbols, as functions (at points where both
+    are real).
 
-    Rational values are compared as fractions. Others must agree to PROOF_DIGITS digits, with no intermediate value so
-    small or so large that a difference could hide beyond them.
+    Rational values are compared as fractions. Others must agree to PROOF_DIGITS digits, with no
+    intermediate value so small or so large that a difference could hide beyond them.
     """
     if left == right:
         return True

@@ -1,7 +1,7 @@
 """The representation of mathematical expressions, and the bounds on their size.
 
-Expressions are nested tuples: ("n", Fraction), ("s", name), ("c", "pi" | "e" | "i" | "inf"),
-("+", a, b), ("*", a, b), ("/", a, b), ("^", a, b), ("-", a), ("!", a), ("%", a), ("f", name, a, ...).
+Expressions are nested tuples: ("n", Fraction), ("s", name), ("c", "pi" | "e" | "i" | "inf"), ("+",
+a, b), ("*", a, b), ("/", a, b), ("^", a, b), ("-", a), ("!", a), ("%", a), ("f", name, a, ...).
 """
 
 from __future__ import annotations

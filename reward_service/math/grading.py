@@ -1,10 +1,10 @@
 """Does the final answer equal the reference answer? The policy is described in docs/rewards.md.
 
-The answer must be readable as a whole by the grammar of this folder, or it is no value: a part of an
-answer can never match alone. Comparison is exact. math-verify reads what the grammar does not know
-and a reference answer may contain (integrals, sums, limits). Sizes are bounded before anything is
-computed, and the hard deadline of the worker process stands behind these bounds. Nothing that a model
-wrote is ever executed.
+The answer must be readable as a whole by the grammar of this folder, or it is no value: a part of
+an answer can never match alone. Comparison is exact. math-verify reads what the grammar does not
+know and a reference answer may contain (integrals, sums, limits). Sizes are bounded before anything
+is computed, and the hard deadline of the worker process stands behind these bounds. Nothing that a
+model wrote is ever executed.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ _TAG = re.compile("|".join(TAGS))
 def format_reward(text: str) -> float:
     """The R1 format rule: 1.0 if the response is <think>...</think><answer>...</answer>, else 0.0.
 
-    Each tag must occur exactly once, in this order, with only white space outside of the two blocks.
-    Source: DeepSeek-R1 (arXiv:2501.12948), section 2.2.2, which does not define the check exactly.
+    Each tag must occur exactly once, in this order, with only white space outside of the two
+    blocks. Source: DeepSeek-R1 (arXiv:2501.12948), section 2.2.2, which does not define the check
+    exactly.
     """
     matches = list(_TAG.finditer(text))
     if tuple(match.group() for match in matches) != TAGS:
@@ -35,9 +36,9 @@ def tag_count_reward(text: str) -> float:
 def answer_block(text: str) -> str | None:
     """Content of the last closed <answer> block outside of the reasoning, or None if there is none.
 
-    If the first think tag is </think>, the reasoning is taken to begin at the start of the text (its
-    <think> was part of the prompt). A block is inside of the reasoning if a <think> before it is
-    still open, and that <think> either is the last think tag or is closed after the block. The
+    If the first think tag is </think>, the reasoning is taken to begin at the start of the text
+    (its <think> was part of the prompt). A block is inside of the reasoning if a <think> before it
+    is still open, and that <think> either is the last think tag or is closed after the block. The
     running time is linear in len(text).
     """
     tags = [(match.group(), match.start(), match.end()) for match in _TAG.finditer(text)]

@@ -37,8 +37,8 @@ class RewardResult:
     """The reward of one item.
 
     `status` is "ok", "ungradable", "timeout" or "error". `total` is NaN unless the status is "ok".
-    `parts` holds the unweighted value of every rule that could be computed. `extracted` is the final
-    answer that was judged, and `reason` explains the verdict.
+    `parts` holds the unweighted value of every rule that could be computed. `extracted` is the
+    final answer that was judged, and `reason` explains the verdict.
     """
 
     id: str

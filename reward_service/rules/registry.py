@@ -1,7 +1,8 @@
-"""Every reward rule by its name in `reward.rules`. A new rule is one function and one line in RULES.
+"""Every reward rule by its name in `reward.rules`. A new rule is one function and one line in
+RULES.
 
-A rule returns a number, or None if it does not apply. Only the rule `accuracy` returns a Grade, which
-can also say that the answer could not be judged. A rule must not turn a failure into a zero.
+A rule returns a number, or None if it does not apply. Only the rule `accuracy` returns a Grade,
+which can also say that the answer could not be judged. A rule must not turn a failure into a zero.
 """
 
 from __future__ import annotations

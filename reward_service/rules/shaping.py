@@ -54,10 +54,10 @@ def cosine_length_reward(
 ) -> float:
     """Cosine schedule over the length of the completion, in tokens.
 
-    With (start, end) = `correct` for a right answer and `wrong` for a wrong one, the value is
-    end + (start - end) (1 + cos(pi tokens / max_tokens)) / 2, and `exceeded` at or beyond max_tokens.
-    The defaults prefer short right answers and long wrong ones.
-    Source: the cosine reward of arXiv:2502.03373.
+    With (start, end) = `correct` for a right answer and `wrong` for a wrong one, the value is end +
+    (start - end) (1 + cos(pi tokens / max_tokens)) / 2, and `exceeded` at or beyond max_tokens. The
+    defaults prefer short right answers and long wrong ones. Source: the cosine reward of
+    arXiv:2502.03373.
     """
     if tokens >= max_tokens:
         return exceeded
@@ -68,9 +68,9 @@ def cosine_length_reward(
 def soft_overlong_reward(tokens: int, max_tokens: int, cache: int) -> float:
     """Penalty for completions close to the length limit; all three arguments are in tokens.
 
-    The value is 0 up to max_tokens - cache, falls linearly to -1 at max_tokens, and stays -1 beyond.
-    Raises ValueError unless 0 < cache <= max_tokens.
-    Source: DAPO (arXiv:2503.14476), equation 13.
+    The value is 0 up to max_tokens - cache, falls linearly to -1 at max_tokens, and stays -1
+    beyond. Raises ValueError unless 0 < cache <= max_tokens. Source: DAPO (arXiv:2503.14476),
+    equation 13.
     """
     if not 0 < cache <= max_tokens:
         raise ValueError(
