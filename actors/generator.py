@@ -8,6 +8,7 @@ Token in, token out: prompts are ids, completions are ids, nothing is detokenise
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import queue
 import threading
 import time
@@ -20,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from actors import weight_transfer
-from actors.records import ROLLOUT, Bucket, GroupMeta, GroupRequest, Probe, check_rollout
+from actors.records import ROLLOUT, Bucket, GroupMeta, GroupRequest, Probe, PromptRow, check_rollout
 from actors.weight_transfer import WeightSyncError
 
 
@@ -59,7 +60,15 @@ class Generator:
     # ---- what others call -------------------------------------------------------------------------------------
 
     async def generate(self, request: GroupRequest) -> tuple[GroupMeta, pa.RecordBatch]:
-        """All completions of one group. Two return values: scalars for the controller, tokens for the others."""
+        """All completions of one group. Returns scalars, for the driver, and a ROLLOUT batch.
+
+        Both are None when the group was abandoned.
+        """
+        row = request.prompt_ids
+        if isinstance(row, PromptRow):
+            prompts = await row.table
+            ids = prompts.column("prompt_ids")[row.row].as_py()
+            request = dataclasses.replace(request, prompt_ids=ids)
         return await self._call(lambda future: self._admit(request, future))
 
     async def update_weights(

@@ -41,9 +41,9 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 
+# Prompts that were built from token ids (prefixes of answers), one row each.
 PROMPT = pa.schema(
     [
-        pa.field("group_id", pa.int64(), nullable=False),
         pa.field("prompt_id", pa.string(), nullable=False),
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
     ]
@@ -161,15 +161,27 @@ class GroupMeta:
 
 
 @dataclass(frozen=True)
+class PromptRow:
+    """The token ids of a prompt by reference: row `row` of a PROMPT batch in the object store."""
+
+    table: Any  # object reference
+    row: int
+
+
+@dataclass(frozen=True)
 class GroupRequest:
-    """A prompt and the seeds of its completions: `seeds[i]` alone decides what sample i draws."""
+    """A prompt and the seeds of its completions: `seeds[i]` alone decides what sample i draws.
+
+    `epoch` counts how often the run has gone back to a checkpoint. Requests of an earlier epoch are
+    not worked on.
+    """
 
     group_id: int
     prompt_id: str
-    prompt_ids: list[int]
+    prompt_ids: list[int] | PromptRow
     seeds: list[int]
     sampling: SamplingParams
-    epoch: int = 0  # how often the run has gone back to a checkpoint; what was asked before that is of no use
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

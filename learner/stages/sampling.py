@@ -15,7 +15,7 @@ from actors.data.build import build_dataset
 from actors.data.prompt import Prompt
 from actors.data.stream import Dataset
 from actors.modeling.loading import load_tokenizer, materialise, stop_ids
-from actors.records import SamplingParams
+from actors.records import PromptRow, SamplingParams
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from cluster.stopping import RunError
 from conf.schema import Config, ConfigError
@@ -30,7 +30,7 @@ class Request:
     """`n` completions of `ids`; `prompt` says what is asked and what counts as the response's beginning (prefill)."""
 
     prompt: Prompt
-    ids: list[int]
+    ids: list[int] | PromptRow
     n: int
     sampling: SamplingParams
 

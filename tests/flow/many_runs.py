@@ -67,7 +67,7 @@ def main_loop(folder: Path, jobs: dict[str, list[str]]) -> None:
     cluster.placement.reserve = lambda _: (
         ""
     )  # the generators outlive a run, and would hold its place
-    close, run._close = run._close, end_actors
+    close, run.close = run.close, end_actors
     status = {}
     for name, args in jobs.items():
         began = time.monotonic()
