@@ -1,4 +1,5 @@
-"""Log-probs under the frozen reference policy: a pool of actors, present only when a KL term needs them."""
+"""Log-probs under the frozen reference policy: a pool of actors, present only when a KL term needs
+them."""
 
 from __future__ import annotations
 
@@ -153,7 +154,8 @@ class Reference:
 
 
 class ReferencePool:
-    """Spreads groups over the actors. One that dies or hangs is replaced, and its work given out again.
+    """Spreads groups over the actors. One that dies or hangs is replaced, and its work given out
+    again.
 
     `run_dir` holds a copy of the weights of the last reset, from which a new actor starts."""
 
@@ -197,7 +199,8 @@ class ReferencePool:
             member.start()
 
     def logprobs(self, tables: list[Any]) -> list[Any]:
-        """References of REFERENCE batches, one for each ROLLOUT reference in `tables`, once all exist."""
+        """References of REFERENCE batches, one for each ROLLOUT reference in `tables`, once all
+        exist."""
         parts = [p for p in np.array_split(np.arange(len(tables)), len(self.members)) if len(p)]
         jobs = [
             (i, "logprobs", [tables[j] for j in part], 1 + len(part))
@@ -226,7 +229,8 @@ class ReferencePool:
         self.is_reset = True
 
     def _all(self, jobs: list[tuple[Any, ...]]) -> list[list[Any]]:
-        """Do jobs (actor, method, arguments ..., number of results) side by side; the references of their results, of
+        """Do jobs (actor, method, arguments ..., number of results) side by side; the references of
+        their results, of
         which the first, a small one, is fetched to see that the job is done."""
         sent = [self._send(job) for job in jobs]
         for n, job in enumerate(jobs):

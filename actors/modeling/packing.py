@@ -1,7 +1,7 @@
 """How sequences of unequal length share a forward pass.
 
-Every forward pass of the project without a generator goes through `PackedBatch`: reference log-probs,
-scores of reward models, and the micro-batches of the learner.
+Every forward pass of the project without a generator goes through `PackedBatch`: reference
+log-probs, scores of reward models, and the micro-batches of the learner.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class PackedBatch:
 def pack(lengths: np.ndarray, budget: int) -> np.ndarray:
     """Return the number of the micro-batch of each sequence, int64 [N], counting from 0.
 
-    lengths: int [N], in tokens. A micro-batch holds at most `budget` tokens with its padding; a longer
-    sequence gets a micro-batch of its own. Sequences are assigned longest first, so that those of a
-    micro-batch have similar lengths and need little padding.
+    lengths: int [N], in tokens. A micro-batch holds at most `budget` tokens with its padding; a
+    longer sequence gets a micro-batch of its own. Sequences are assigned longest first, so that
+    those of a micro-batch have similar lengths and need little padding.
     """
     micro_batches = np.zeros(len(lengths), np.int64)
     index, width, rows = -1, 0, 0

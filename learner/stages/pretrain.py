@@ -22,7 +22,7 @@ from learner.algorithms.batching import place
 from learner.algorithms.losses import sample_weights
 from learner.algorithms.schedule import learning_rate
 from learner.engine.group import LearnerGroup
-from learner.engine.rank import UpdateJob
+from learner.engine.job import UpdateJob
 
 
 def as_rollout(ids: np.ndarray) -> pa.RecordBatch:

@@ -37,8 +37,9 @@ from learner.algorithms import regimes
 from learner.algorithms.assemble import Assembled, Scores, alive, assemble, read_scores
 from learner.algorithms.schedule import learning_rate
 from learner.checkpoints import checkpoint, resume
+from learner.engine.diagnostics import diagnostics_for
 from learner.engine.group import LearnerGroup
-from learner.engine.rank import UpdateJob
+from learner.engine.job import UpdateJob
 from learner.evaluation import guards
 from learner.evaluation.step_metrics import evaluation, step_metrics
 from learner.reports import summary
@@ -373,23 +374,18 @@ class Trainer:
             learning_rate(self.cfg.optimizer, self.optimizer_steps + u, total)
             for u in range(len(batch.micro_batches))
         )
-        exact, a = None, self.cfg.algorithm
-        if a.exact_kl_tokens:
-            first = batch.plan.slice(0, 1).to_pylist()[0]
-            exact = self.reference.distributions(
-                groups[first["table"]].table, first["row"], a.exact_kl_tokens
-            )
+        tables = [g.table for g in groups]
         result = self.learner.update(
             UpdateJob(
                 self.version,
-                [g.table for g in groups],
+                tables,
                 references,
                 batch.plan,
                 batch.micro_batches,
                 rates,
                 self.cfg.rollout.temperature,
                 step > self.cfg.algorithm.options.get("value_pretrain_steps", 0),
-                exact,
+                diagnostics_for(self.cfg, self.reference, tables, batch.plan),
             )
         )
         self.optimizer_steps += len(rates)
