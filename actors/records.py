@@ -14,6 +14,7 @@ One row of ROLLOUT is one completion:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,24 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-STATUSES = ("ok", "error", "timeout", "ungradable")
+from cluster.monitoring.vocabulary import STATUSES
+
 FINISH_REASONS = ("stop", "length")
+# Bytes of one element, by the name of a torch dtype (this module does not import torch).
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 PROMPT = pa.schema(
     [
@@ -164,6 +181,16 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def end(self) -> int:
+        """Byte offset just past this parameter. RecordError for a dtype of unknown size."""
+        if self.dtype not in DTYPE_BYTES:
+            raise RecordError(
+                f"bucket entry {self.name}: dtype {self.dtype!r}, expected one of "
+                f"{', '.join(DTYPE_BYTES)}"
+            )
+        return self.offset + math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -190,6 +217,11 @@ class Published:
     version: int
     buckets: list[Bucket]
     probe: Probe
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets. A bucket ends where its last entry ends."""
+        return sum(b.entries[-1].end for b in self.buckets if b.entries)
 
 
 def checksum(buffer: np.ndarray) -> str:

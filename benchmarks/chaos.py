@@ -1,9 +1,10 @@
-"""Kill processes of a training run at random and see that it ends as the quiet run does: `make chaos`.
+"""Kill processes of a training run at random and see that it ends as the quiet run does: `make
+chaos`.
 
     python -m benchmarks.chaos [--kills 100] [--seed 0]
 
-Prints kills by kind, restarts by role, exit status, conservation, whether weights and rollouts are those of the quiet
-run, and wall times. Exit status 0 if all is as it should be.
+Prints kills by kind, restarts by role, exit status, conservation, whether weights and rollouts are
+those of the quiet run, and wall times. Exit status 0 if all is as it should be.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def victims(run: Run, kind: str) -> list[psutil.Process]:
             with suppress(psutil.NoSuchProcess):
                 children += service.children(recursive=True)
         return [p for p in children if leads_a_session(p.pid)]
-    # Ray's title of the process; while the constructor runs the actor's name stands before the class.
+    # Ray's title of the process; while the constructor runs the actor's name stands before the
+    # class.
     shape = re.compile(rf"ray::(\S+:)?{CLASSES[kind]}\b")
     return sorted((p for p in run.processes() if shape.match(title(p))), key=lambda p: p.pid)
 
@@ -89,10 +91,13 @@ def last_step(run: Run) -> int:
 
 
 def torment(run: Run, kinds: list[str], rng: random.Random) -> None:
-    """One kill of each listed kind in turn, at a random moment of the step after one that was done since the last."""
+    """One kill of each listed kind in turn, at a random moment of the step after one that was done
+    since the last.
+    """
     for kind in kinds:
         before = last_step(run)
-        run.until(lambda: last_step(run) > before, f"step after {before}")  # noqa: B023 - called at once
+        # `until` calls the condition at once, so the loop's variable is the right one.
+        run.until(lambda: last_step(run) > before, f"step after {before}")  # noqa: B023
         time.sleep(rng.uniform(0.0, PAUSE_S))
         strike(run, kind, rng)
 

@@ -1,13 +1,14 @@
-"""Record what TRL's GRPO losses give on small seeded tensors, for tests/unit/learner/test_losses.py.
+"""Record what TRL's GRPO losses give on small seeded tensors, for
+tests/unit/learner/test_losses.py.
 
 TRL is no dependency of Volley. Run this in an environment that has it:
 
     pip install 'trl==1.16.*' 'torch==2.13.0'
     python benchmarks/make_trl_fixture.py tests/data/trl_losses.json
 
-TRL's own `GRPOTrainer._compute_loss` runs, in float64, on a stand-in trainer that holds only the settings the method
-reads; the model call is replaced by one that returns the log-probs of the fixture. Recorded: the loss and its gradient
-with respect to them.
+TRL's own `GRPOTrainer._compute_loss` runs, in float64, on a stand-in trainer that holds only the
+settings the method reads; the model call is replaced by one that returns the log-probs of the
+fixture. Recorded: the loss and its gradient with respect to them.
 """
 
 from __future__ import annotations
@@ -143,16 +144,38 @@ def run_trl(settings: dict, data: dict[str, torch.Tensor]) -> tuple[float, list[
     logprobs = data["logprobs"].clone().requires_grad_()
     cap = settings.get("tis_cap")
     trainer = SimpleNamespace(
-        **{k: settings[k] for k in ("loss_type", "importance_sampling_level", "beta", "epsilon_low", "epsilon_high")},
-        args=SimpleNamespace(delta=settings["delta"], use_bias_correction_kl=settings["use_bias_correction_kl"]),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
-        model=SimpleNamespace(training=False),  # "eval": neither gradient accumulation nor several ranks
-        max_completion_length=MAX_LENGTH, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
-        use_vllm=cap is not None, vllm_importance_sampling_correction=cap is not None, _entropy_bonus_enabled=False,
+        **{
+            k: settings[k]
+            for k in (
+                "loss_type",
+                "importance_sampling_level",
+                "beta",
+                "epsilon_low",
+                "epsilon_high",
+            )
+        },
+        args=SimpleNamespace(
+            delta=settings["delta"], use_bias_correction_kl=settings["use_bias_correction_kl"]
+        ),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            logprobs,
+            torch.zeros_like(logprobs),
+            None,
+        ),
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
+        ),
+        # "eval": neither gradient accumulation nor several ranks
+        model=SimpleNamespace(training=False),
+        max_completion_length=MAX_LENGTH,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=cap is not None,
+        vllm_importance_sampling_correction=cap is not None,
+        _entropy_bonus_enabled=False,
         aux_loss_enabled=False,
         _metrics={"eval": defaultdict(list)},
-    )  # fmt: skip
+    )
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     inputs = {
         "prompt_ids": ids[:, :1],

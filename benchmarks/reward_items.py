@@ -1,4 +1,6 @@
-"""Seeded completions to grade: ordinary ones, and adversarial ones whose right verdict is known by construction."""
+"""Seeded completions to grade: ordinary ones, and adversarial ones whose right verdict is known by
+construction.
+"""
 
 from __future__ import annotations
 
@@ -259,7 +261,9 @@ def _long(draw: random.Random) -> str:
 
 
 def adversarial(count: int, seed: int, mark: str = "/nonexistent/mark") -> list[Case]:
-    """`count` cases; injected code would create the file `mark` if it ran. About one in ten is right."""
+    """`count` cases; injected code would create the file `mark` if it ran. About one in ten is
+    right.
+    """
     draw = random.Random(seed)
     makers: list[tuple[str, float, Callable[[], tuple[str, str]]]] = [
         ("nested", 10, lambda: (_wrap(_nested(draw)), GOLD)),
@@ -299,7 +303,9 @@ def adversarial(count: int, seed: int, mark: str = "/nonexistent/mark") -> list[
 
 
 def ordinary(groups: int, size: int, seed: int) -> list[RewardItem]:
-    """`groups` questions with `size` answers each, as in training: whole numbers, decimals, fractions, surds, lists."""
+    """`groups` questions with `size` answers each, as in training: whole numbers, decimals,
+    fractions, surds, lists.
+    """
     draw, items = random.Random(seed), []
     for group in range(groups):
         a, b = draw.randint(2, 999), draw.randint(2, 99)

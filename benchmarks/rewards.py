@@ -1,8 +1,10 @@
-"""Throughput and latency of the reward service, in one run: `python -m benchmarks.rewards` writes results/rewards.json.
+"""Throughput and latency of the reward service, in one run: `python -m benchmarks.rewards` writes
+results/rewards.json.
 
-Ordinary answers: the pool against math-verify called in this process without protection (golds parsed once each, as
-ours are) and in a fresh process per item. The ways take turns, so that a busy machine disturbs all of them. Adversarial
-completions: one at a time through the pool, so that each has a latency.
+Ordinary answers: the pool against math-verify called in this process without protection (golds
+parsed once each, as ours are) and in a fresh process per item. The ways take turns, so that a busy
+machine disturbs all of them. Adversarial completions: one at a time through the pool, so that each
+has a latency.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ def throughput(rounds: int, workers: int) -> dict[str, Any]:
 
 
 def attack(count: int, seed: int, workers: int) -> dict[str, Any]:
-    """Statuses, wrong verdicts and latencies (ms) of adversarial completions scored one at a time."""
+    """Statuses, wrong verdicts and latencies (ms) of adversarial completions, scored singly."""
     cases, waits, wrong, statuses = adversarial(count, seed), [], 0, Counter()
     with RewardPool(CONFIG, workers) as pool:
         for case in cases:

@@ -1,7 +1,9 @@
-"""`make bench`: train the default recipe once a seed and write what was measured, with command, commit and machine.
+"""`make bench`: train the default recipe once a seed and write what was measured, with command,
+commit and machine.
 
-`make bench ARGS="--seeds 0,1,2 steps=20"`; what is not an option is passed to the run. Results go to
-benchmarks/results/EXPERIMENT.json and, as a table, EXPERIMENT.md. Runs take turns, or they would measure each other.
+`make bench ARGS="--seeds 0,1,2 steps=20"`; what is not an option is passed to the run. Results go
+to benchmarks/results/EXPERIMENT.json and, as a table, EXPERIMENT.md. Runs take turns, or they would
+measure each other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every check of settings together that can be made before an engine starts (DESIGN invariant 10).
 
-Imports nothing heavier than the standard library, so that a mistake is answered in a second or two.
+Imports nothing heavier than NumPy, so that a mistake is answered in a second or two.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 
 from conf.schema import CHOICES, RANGES, Config, ConfigError, get
+from learner.algorithms.advantages import names
 
 
 def context_length(cfg: Config) -> int | None:
@@ -27,6 +28,10 @@ def validate(cfg: Config) -> None:
     for key, allowed in CHOICES.items():
         if get(cfg, key) not in allowed:
             raise ConfigError(key, get(cfg, key), f"expected one of {', '.join(map(str, allowed))}")
+    if cfg.algorithm.advantage not in (known := names()):
+        raise ConfigError(
+            "algorithm.advantage", cfg.algorithm.advantage, f"expected one of {', '.join(known)}"
+        )
     for key, low, inclusive in RANGES:
         value = get(cfg, key)
         if value is None:  # an optional setting that is off
@@ -61,7 +66,7 @@ def validate(cfg: Config) -> None:
     _check_data(cfg)
     _check_batches(cfg)
     _check_reward_model(cfg)
-    if cfg.stage == "rl":
+    if cfg.stage.evaluates:
         _check_algorithm(cfg)
     if cfg.generates:
         _check_sampling(cfg)
@@ -78,7 +83,7 @@ def _check_model(cfg: Config) -> None:
                 "expected a Hugging Face model directory with a config.json",
                 "Give a path that exists, or a hub id.",
             )
-    if cfg.stage == "pretrain" and cfg.data.kind != "corpus":
+    if cfg.stage.answers == "corpus" and cfg.data.kind != "corpus":
         raise ConfigError(
             "data.kind", cfg.data.kind, "stage=pretrain reads a corpus", "Set data=corpus."
         )
@@ -315,7 +320,7 @@ def _check_models(cfg: Config) -> None:
 def _check_reward_model(cfg: Config) -> None:
     from reward_service.models.meaning import NEW, config_of, head_of
 
-    rm, rl = cfg.reward_model, cfg.stage == "rl"
+    rm, rl = cfg.reward_model, cfg.stage.evaluates
     for key in ("heldout_share", "replay"):
         if getattr(rm, key) >= 1:
             raise ConfigError(f"reward_model.{key}", getattr(rm, key), "expected a share below 1")
@@ -333,7 +338,7 @@ def _check_reward_model(cfg: Config) -> None:
             rm.refresh,
             f"expected one of reward.models: {', '.join(cfg.reward.models) or 'there is none'}",
         )
-    if not (rm.refresh or cfg.stage in ("reward_model", "annotate")):
+    if not (rm.refresh or not cfg.stage.evaluates and cfg.stage.answers != "corpus"):
         return
     if rm.kind == "process" and rm.loss == "pairwise":
         raise ConfigError(
@@ -374,7 +379,7 @@ def _check_reward_model(cfg: Config) -> None:
                 "expected a file or folder of labelled answers (Parquet or "
                 "JSON lines; docs/rewards.md)",
             )
-    if cfg.stage == "annotate" and not cfg.data.steps:
+    if cfg.stage.trains == "nothing" and not cfg.data.steps:
         raise ConfigError(
             "data.steps",
             "",

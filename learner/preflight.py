@@ -18,12 +18,13 @@ from pathlib import Path
 
 import psutil
 
-from actors.data.prompts import Prompt, build_dataset
+from actors.data.build import build_dataset
+from actors.data.prompt import Prompt
 from actors.modeling.loading import ModelError, load_model, load_tokenizer, model_size
 from cluster import plan, security
 from cluster.connect import target
 from conf.schema import Config
-from learner.algorithms import registry
+from learner.algorithms import parts
 from reward_service.models.meaning import NEW, meaning
 
 REACH_S = 10.0  # for a TCP connection to a running cluster
@@ -44,9 +45,9 @@ class Preflight:
 
     def settings(self) -> str:
         cfg, r = self.cfg, self.cfg.rollout
-        if cfg.stage != "rl":
-            return f"stage={cfg.stage}, {cfg.steps} steps"
-        registry.check(cfg.algorithm)
+        if not cfg.stage.evaluates:
+            return f"stage={cfg.stage.name}, {cfg.steps} steps"
+        parts.check(cfg.algorithm)
         each = cfg.samples_per_step // cfg.learner.updates_per_batch
         return (
             f"{r.prompts_per_step} prompts x {r.group_size} answers = {cfg.samples_per_step} samples a step; "

@@ -1,4 +1,4 @@
-"""Marks each test by the folder it lies in, so that `-m "not flow"` works without decorating files."""
+"""Marks each test by its folder, so that `-m "not flow"` works without decorating files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent
 KINDS = ("unit", "flow", "cluster")
-# Torch's threads wait for each other by spinning: where anything else runs, two of them take ten times as long as one.
+# Torch's threads wait for each other by spinning: where anything else runs, two of them take ten
+# times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -19,7 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kind = item.path.resolve().relative_to(ROOT).parts[0]
         if kind in KINDS:
             item.add_marker(getattr(pytest.mark, kind))
-    # Fast tests first: a broken pure function is reported before any engine starts. The sort is stable.
+    # Fast tests first: a broken pure function is reported before any engine starts. The sort is
+    # stable.
     items.sort(
         key=lambda item: order.get(item.path.resolve().relative_to(ROOT).parts[0], len(KINDS))
     )

@@ -1,4 +1,6 @@
-"""Processes that a test started, found by a mark in their environment. Any of them may end by itself at any moment."""
+"""Processes that a test started, found by a mark in their environment. Any of them may end by
+itself at any moment.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.data.prompts import TEMPLATES, arithmetic_numbers, stable_rng
+from actors.data.arithmetic import arithmetic_numbers
+from actors.data.prompt import TEMPLATES, stable_rng
 
 NOTEBOOK_SHARE = 0.4  # of documents; the rest are conversations
 # Shares of the conversations, by habit.

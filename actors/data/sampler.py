@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.data.history import Curriculum, PromptHistory
-from actors.data.prompts import Dataset, Prompt, PromptStream, stable_rng
+from actors.data.prompt import Prompt, stable_rng
+from actors.data.stream import Dataset, PromptStream
 
 TRIES = 2000  # prompts looked at for each one wanted, at most
 

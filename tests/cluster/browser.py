@@ -1,4 +1,6 @@
-"""Chromium without a window, driven by its DevTools protocol: enough to open a page, read its text, take a picture."""
+"""Chromium without a window, driven by its DevTools protocol: enough to open a page, read its text,
+take a picture.
+"""
 
 from __future__ import annotations
 

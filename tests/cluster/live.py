@@ -1,4 +1,6 @@
-"""What the tests of clusters share: an environment of their own, programs in it, and several raylets on one machine."""
+"""What the tests of clusters share: an environment of their own, programs in it, and several
+raylets on one machine.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,26 @@ ROOT = Path(__file__).resolve().parents[2]
 MARK = "VOLLEY_TEST_CLUSTER"
 WAIT_S = 150.0
 TINY = [
-    "+experiment=r1_zero", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_tokens=48",
-    "data.template=short", "data.max_prompt_tokens=40", "data.heldout_size=2", "evaluation.samples=4",
-    "generator.threads=1", "learner.threads=1", "logging.progress=plain", "logging.report=false",
-    "optimizer.decay=constant"]  # fmt: skip
+    "+experiment=r1_zero",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_tokens=48",
+    "data.template=short",
+    "data.max_prompt_tokens=40",
+    "data.heldout_size=2",
+    "evaluation.samples=4",
+    "generator.threads=1",
+    "learner.threads=1",
+    "logging.progress=plain",
+    "logging.report=false",
+    "optimizer.decay=constant",
+]
 
 
 class Place:
-    """A folder for Ray and for runs, a token and environment variables, apart from whatever else runs here."""
+    """A folder for Ray and for runs, a token and environment variables, apart from whatever else
+    runs here.
+    """
 
     def __init__(self, **variables: str) -> None:
         self.folder = Path(
@@ -105,7 +119,9 @@ def until(
     shown: Callable[[], Any] = lambda: "",
     seconds: float = WAIT_S,
 ) -> Any:
-    """What the condition returns once it is true; fails with what `shown` returns where that takes too long."""
+    """What the condition returns once it is true; fails with what `shown` returns where that takes
+    too long.
+    """
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"no {what} within {seconds:g} s:\n{shown()}"
@@ -125,7 +141,9 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def raylets() -> None:
-    """A head on the loopback, then by lines on stdin: `add NAME CPUS JSON` and `kill NAME`. Says each node's id."""
+    """A head on the loopback, then by lines on stdin: `add NAME CPUS JSON` and `kill NAME`. Says
+    each node's id.
+    """
     from ray.cluster_utils import Cluster
 
     nodes: dict[str, Any] = {}

@@ -1,4 +1,6 @@
-"""A run whose processes are killed or stopped, one kind after the other, ends where the quiet run does, bit for bit."""
+"""A run whose processes are killed or stopped, one kind after the other, ends where the quiet run
+does, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ def test_a_learner_lost_before_the_first_checkpoint_begins_again(
 
 
 def test_a_rank_of_two_lost_while_generation_runs_ahead(start: Starter) -> None:
-    """Groups under way at the loss belong to steps that are made again: each is trained once, whoever finished it."""
+    """Groups under way at the loss belong to steps that are made again: each is trained once,
+    whoever finished it.
+    """
     steps = 6
     run = start(
         "ahead",

@@ -1,6 +1,7 @@
 """A run as a Ray job on the cluster of `make cluster`: sent, watched, stopped, and gone on with.
 
-One run is watched while it trains and then stopped; a second one, sent by Ray's own command line, ends it.
+One run is watched while it trains and then stopped; a second one, sent by Ray's own command line,
+ends it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import pytest
 import requests
 
-from cluster.monitoring.metrics import METRICS, describe, prometheus_name
+from cluster.monitoring.metrics import METRICS, describe
+from cluster.monitoring.sinks import prometheus_name
 from tests.cluster import browser
 from tests.cluster.live import ROOT, TINY, Place, steps, until
 from tests.processes import listening
@@ -176,7 +178,9 @@ def test_live_metrics_of_the_run(cluster: Cluster) -> None:
 
 ALL = """
 import ray, sys
-from cluster.monitoring.metrics import METRICS, MetricLog, Stat
+from cluster.monitoring.metrics import METRICS
+from cluster.monitoring.sinks import MetricLog
+from cluster.monitoring.stat import Stat
 ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 log = MetricLog(sys.argv[2], ray_metrics=True)
 log.log(1, {name.replace("{", "").replace("}", ""): 0.5 if m.reduce == "last" else Stat.of([0.5])
@@ -225,7 +229,8 @@ def test_the_dashboard_in_a_browser(cluster: Cluster, tmp_path: Path) -> None:
     """VOLLEY_SCREENSHOT=FILE keeps the picture: docs/dashboard.png is one."""
     if not browser.installed():
         pytest.skip(
-            f"no browser: none of {', '.join(browser.NAMES)} is installed (apt-get install chromium)"
+            f"no browser: none of {', '.join(browser.NAMES)} is installed "
+            "(apt-get install chromium)"
         )
     page = browser.Page(tmp_path, {"Authorization": f"Bearer {cluster.place.token}"})
     try:

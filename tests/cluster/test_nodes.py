@@ -1,4 +1,6 @@
-"""Several raylets on one machine: a run is spread over them, loses one in the middle of a step, takes in another."""
+"""Several raylets on one machine: a run is spread over them, loses one in the middle of a step,
+takes in another.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Engines shared by the flow tests. Everything starts once a session, and only when a test asks for it."""
+"""Engines shared by the flow tests. Everything starts once a session, and only when a test asks for
+it.
+"""
 
 from __future__ import annotations
 

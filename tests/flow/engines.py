@@ -1,4 +1,6 @@
-"""What the flow tests share: a small random model, its weights as a published version, and generators to break."""
+"""What the flow tests share: a small random model, its weights as a published version, and
+generators to break.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PROBE_IDS = [list(range(7, 40)), list(range(60, 30, -1))]
 
 
 def make_model(directory: Path, seed: int = 0) -> Any:
-    """A 2-layer random Llama with tied embeddings and the character tokenizer, written as a Hugging Face folder."""
+    """A 2-layer random Llama with tied embeddings and the character tokenizer, written as a Hugging
+    Face folder.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from actors.modeling.tokenizer import save_tokenizer
@@ -114,7 +118,9 @@ def generate(generator: Any, requests: Sequence[GroupRequest]) -> list[tuple[Gro
 
 
 class BreakableGenerator(Generator):
-    """A generator whose re-packing of tied heads can be taken away: the fault that vLLM keeps silent about."""
+    """A generator whose re-packing of tied heads can be taken away: the fault that vLLM keeps
+    silent about.
+    """
 
     async def set_repack(self, on: bool) -> None:
         engine = weight_transfer.ObjectStoreEngine
@@ -159,10 +165,14 @@ class GradientRank(LearnerRank):
 
 
 class SwitchableRank(GradientRank):
-    """A learner rank that was started with a critic and takes on any algorithm: one engine serves the tests of all."""
+    """A learner rank that was started with a critic and takes on any algorithm: one engine serves
+    the tests of all.
+    """
 
     def use(self, algorithm: Any, head: np.ndarray) -> None:
-        """`algorithm`: AlgorithmConfig; `head` float32 [1, hidden]: weights of the critic's value head."""
+        """`algorithm`: AlgorithmConfig; `head` float32 [1, hidden]: weights of the critic's value
+        head.
+        """
         self.kept = getattr(self, "kept", self.critic)
         self.cfg.algorithm = algorithm
         self.critic = self.kept if algorithm.critic else None
@@ -170,7 +180,9 @@ class SwitchableRank(GradientRank):
             self.kept.model.head.weight.copy_(torch.tensor(head))
 
     def critic_gradient(self, job: Any) -> dict[str, np.ndarray]:
-        """The gradient of the critic's optimizer step 0, whole, by parameter name; changes no weight."""
+        """The gradient of the critic's optimizer step 0, whole, by parameter name; changes no
+        weight.
+        """
         found: dict[str, np.ndarray] = {}
 
         def keep(closure: Any = None) -> None:

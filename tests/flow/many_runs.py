@@ -1,8 +1,9 @@
-"""Several runs in one Ray session: `python -m tests.flow.many_runs FOLDER NAME=ARGS ...`, ARGS a JSON list.
+"""Several runs in one Ray session: `python -m tests.flow.many_runs FOLDER NAME=ARGS ...`, ARGS a
+JSON list.
 
-Each goes through learner.main.load and learner.run.execute as on the command line. Ray and the vLLM engine are started
-once, since nothing in them depends on the algorithm. FOLDER/NAME becomes the run's folder; FOLDER/status.json says how
-each ended.
+Each goes through learner.main.load and learner.run.execute as on the command line. Ray and the vLLM
+engine are started once, since nothing in them depends on the algorithm. FOLDER/NAME becomes the
+run's folder; FOLDER/status.json says how each ended.
 """
 
 from __future__ import annotations

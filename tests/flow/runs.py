@@ -1,4 +1,6 @@
-"""Runs of the whole program, started as a user starts them, for the tests of flows and for `benchmarks.chaos`."""
+"""Runs of the whole program, started as a user starts them, for the tests of flows and for
+`benchmarks.chaos`.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,23 @@ MARK = "VOLLEY_TEST_RUN"  # in the environment of every process of a run
 STEPS, PROMPTS, SIZE = 3, 4, 4
 # cosine_length gives rewards that differ inside a group even while every answer is wrong.
 SMALL = [
-    f"steps={STEPS}", f"rollout.prompts_per_step={PROMPTS}", f"rollout.group_size={SIZE}", "rollout.max_tokens=72",
-    "data.template=short", "data.max_prompt_tokens=40", "data.heldout_size=4", "evaluation.samples=8",
-    "+reward.rules.cosine_length=0.5", "optimizer.lr=1e-3", "generator.threads=1", "learner.threads=1",
-    "cluster=local", "cluster.dashboard=false", "logging.rollouts=-1", "logging.progress=plain"]  # fmt: skip
+    f"steps={STEPS}",
+    f"rollout.prompts_per_step={PROMPTS}",
+    f"rollout.group_size={SIZE}",
+    "rollout.max_tokens=72",
+    "data.template=short",
+    "data.max_prompt_tokens=40",
+    "data.heldout_size=4",
+    "evaluation.samples=8",
+    "+reward.rules.cosine_length=0.5",
+    "optimizer.lr=1e-3",
+    "generator.threads=1",
+    "learner.threads=1",
+    "cluster=local",
+    "cluster.dashboard=false",
+    "logging.rollouts=-1",
+    "logging.progress=plain",
+]
 QUIET = ["logging.wandb=disabled", "logging.report=false"]
 
 
@@ -47,7 +62,7 @@ class Run:
         return self.process.wait(timeout=seconds)
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Poll until the condition holds; fails with the run's output if it ends or takes too long."""
+        """Poll until the condition holds; fail with the run's output if it ends or takes long."""
         deadline = time.monotonic() + RUN_S
         while not (found := condition()):
             assert self.process.poll() is None, f"ended before {what}:\n{self.output}"
@@ -85,7 +100,9 @@ class Run:
 
 
 class Starter:
-    """Starts runs, each with `settings` before its own, and ends whatever they left when the test is over."""
+    """Starts runs, each with `settings` before its own, and ends whatever they left when the test
+    is over.
+    """
 
     def __init__(
         self, folder: Path, model: str, settings: Sequence[str] = ("experiment=r1_zero", *SMALL)

@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM at any moment: gone within 15 s, with no process, shared-memory file or half-written file left."""
+"""SIGINT and SIGTERM at any moment: gone within 15 s, with no process, shared-memory file or
+half-written file left.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def shared_memory() -> Iterator[None]:
 
 
 def interrupted(run: Run, how: signal.Signals, whole_group: bool) -> None:
-    """Send the signal, as a terminal does (to the whole group) or as `kill` does; the run must be gone in time."""
+    """Send the signal, as a terminal does (to the whole group) or as `kill` does; the run must be
+    gone in time.
+    """
     began = time.monotonic()
     (os.killpg if whole_group else os.kill)(run.process.pid, how)
     status = run.wait(60)

@@ -1,4 +1,6 @@
-"""Every `algorithm=NAME` runs end to end on the embedded model for three steps, with every engine real."""
+"""Every `algorithm=NAME` runs end to end on the embedded model for three steps, with every engine
+real.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process runs them all, one after the other."""
     where = tmp_path_factory.mktemp("algorithms")
     jobs = [
-        f"{n}={json.dumps([f'algorithm={n}', *SMALL, f'logging.rollouts={-1 if n in GIVEN else 0}'])}"
-        for n in NAMES
+        f"{name}={json.dumps([f'algorithm={name}', *SMALL, f'logging.rollouts={rollouts}'])}"
+        for name in NAMES
+        for rollouts in [-1 if name in GIVEN else 0]
     ]
     with (where / "output").open("w") as out:
         subprocess.run(
@@ -126,7 +129,8 @@ def test_three_steps_end_to_end(done: Run) -> None:
         groups["trained"] + groups["filtered"] >= STEPS * PROMPTS
         and groups["in_flight"] == groups["queued"] == 0
     )
-    # The reference is there exactly where a KL term needs it, and the policy leaves it step by step.
+    # The reference is there exactly where a KL term needs it, and the policy leaves it step by
+    # step.
     kl = done["actor/kl_loss"]
     assert len(kl) == (STEPS if algorithm["beta"] > 0 else 0)
     if kl:
@@ -157,7 +161,9 @@ def test_critic_learns_beside_the_policy(done: Run) -> None:
 
 
 def logprobs(done: Run, model: Any, tokenizer: Any, row: dict[str, Any]) -> torch.Tensor:
-    """Log-probs of an answer's tokens, end of text included, by a plain forward pass of the initial model."""
+    """Log-probs of an answer's tokens, end of text included, by a plain forward pass of the initial
+    model.
+    """
     prompt = tokenizer(row["prompt"])["input_ids"]
     prompt = prompt[:-1] if prompt[-1] == tokenizer.eos_token_id else prompt
     answer = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
@@ -172,7 +178,9 @@ def logprobs(done: Run, model: Any, tokenizer: Any, row: dict[str, Any]) -> torc
 
 @pytest.mark.parametrize("done", GIVEN, indirect=True)
 def test_first_loss_is_that_of_the_given_answers(done: Run) -> None:
-    """SFT: mean negative log-likelihood of a token. DPO: policy is reference, so each pair pulls with beta / 2."""
+    """SFT: mean negative log-likelihood of a token. DPO: policy is reference, so each pair pulls
+    with beta / 2.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = done.cfg["model"]["path"]

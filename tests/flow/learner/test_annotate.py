@@ -1,5 +1,6 @@
-"""Step annotation as a user starts it, every engine real: labels that agree with the task's own check of the steps, and
-the same parts from a run that was killed and from the one that went on."""
+"""Step annotation as a user starts it, every engine real: labels that agree with the task's own
+check of the steps, and the same parts from a run that was killed and from the one that went on.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +22,17 @@ from reward_service.step_labels.steps import sum_steps
 from tests.flow.runs import RUN_S, Run, Starter
 
 PROMPTS, ANSWERS, COMPLETIONS, PARTS = 40, 4, 4, 3
-SMALL = ["+experiment=annotate_steps", f"annotate.prompts={PROMPTS}", f"annotate.answers={ANSWERS}",
-         f"annotate.completions={COMPLETIONS}", "data.heldout_size=6", "generator.threads=1", "learner.threads=1",
-         "cluster=local", "cluster.dashboard=false"]  # fmt: skip
+SMALL = [
+    "+experiment=annotate_steps",
+    f"annotate.prompts={PROMPTS}",
+    f"annotate.answers={ANSWERS}",
+    f"annotate.completions={COMPLETIONS}",
+    "data.heldout_size=6",
+    "generator.threads=1",
+    "learner.threads=1",
+    "cluster=local",
+    "cluster.dashboard=false",
+]
 
 pytestmark = pytest.mark.timeout(2 * RUN_S + 60)
 
@@ -37,8 +46,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 @pytest.fixture(scope="module")
 def killed(start: Starter) -> tuple[pa.Table, int]:
-    """The second part of a run that was killed after it, and when the first was written. The second is cut off
-    afterwards, as by a disk."""
+    """The second part of a run that was killed after it, and when the first was written. The second
+    is cut off afterwards, as by a disk.
+    """
     run = start("run")
     first, second = (run.folder / FOLDER / name(k) for k in range(2))
     run.until(second.is_file, "second part")

@@ -1,9 +1,11 @@
-"""Every algorithm on the DeepSpeed learner: the gradient is that of its paper's coefficient, however work is split.
+"""Every algorithm on the DeepSpeed learner: the gradient is that of its paper's coefficient,
+however work is split.
 
-The unified view of DeepSeekMath (2402.03300, section 5.2) as a test: a gradient is the sum over tokens of weight times
-coefficient times grad log pi. `coefficients` writes both by name from the formulas, one answer and one token at a time
-in float64, and shares no code with the project. Policy and old policy are one here, so no clip binds; what clipping
-does is in tests/unit/learner/test_losses.py and in test_learner.py's two optimizer steps.
+The unified view of DeepSeekMath (2402.03300, section 5.2) as a test: a gradient is the sum over
+tokens of weight times coefficient times grad log pi. `coefficients` writes both by name from the
+formulas, one answer and one token at a time in float64, and shares no code with the project. Policy
+and old policy are one here, so no clip binds; what clipping does is in
+tests/unit/learner/test_losses.py and in test_learner.py's two optimizer steps.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ def configuration(name: str, model_path: Path, ranks: int = 1, budget: int = 10_
 
 
 class Batch:
-    """16 answers of 1 to 29 tokens in groups of `size`, as tables, metas and scores, and flat by sample."""
+    """16 answers of 1 to 29 tokens in groups of `size`, as tables, metas and scores, and flat by
+    sample.
+    """
 
     def __init__(self, model: Any, size: int) -> None:
         rng, other = np.random.default_rng(3), perturbed(model, 1, 0.02)
@@ -176,7 +180,7 @@ class Batch:
         )
 
 
-# ---- the reference -------------------------------------------------------------------------------------------
+# ---- the reference -------------------------------------------------------------------------------
 
 
 def normalised(x: np.ndarray) -> np.ndarray:
@@ -211,7 +215,9 @@ def td_errors(b: Batch, d: list[np.ndarray], values: list[np.ndarray], i: int) -
 def coefficients(
     name: str, b: Batch, d: list[np.ndarray], values: list[np.ndarray]
 ) -> dict[int, np.ndarray]:
-    """Sample -> coefficient of grad log pi at each of its tokens. `d`: log(pi/pi_ref); `values`: of the critic."""
+    """Sample -> coefficient of grad log pi at each of its tokens. `d`: log(pi/pi_ref); `values`: of
+    the critic.
+    """
     use = [i for i in range(16) if b.valid[i]]
     ones = {i: np.ones(len(b.answers[i])) for i in use}
     members = [[i for i in use if b.groups[i] == g] for g in sorted(set(b.groups))]
@@ -250,7 +256,9 @@ def coefficients(
 
 
 def process(b: Batch, d: list[np.ndarray], members: list[list[int]]) -> dict[int, np.ndarray]:
-    """A token's sum of its answer's step rewards that end at or after it, normalised with those of its group."""
+    """A token's sum of its answer's step rewards that end at or after it, normalised with those of
+    its group.
+    """
     out = {}
     for m in members:
         normal = normalised(np.array([r for i in m for r in b.steps[i]]))
@@ -284,7 +292,9 @@ def weights(name: str, b: Batch, used: list[int]) -> dict[int, float]:
 
 
 def forward(model: Any, b: Batch, i: int, head: np.ndarray | None = None) -> torch.Tensor:
-    """float64 [T], differentiable: log-probs of the answer's tokens, or with `head` the value before each."""
+    """float64 [T], differentiable: log-probs of the answer's tokens, or with `head` the value
+    before each.
+    """
     n, ids = len(b.prompts[i // 4]), torch.tensor([b.prompts[i // 4] + b.answers[i]])
     if head is not None:
         return (
@@ -317,7 +327,7 @@ def reference_gradients(
     ]
 
 
-# ---- the learner ---------------------------------------------------------------------------------------------
+# ---- the learner ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""The whole program as a user starts it: `python -m learner.main`, with every engine real and everything small.
+"""The whole program as a user starts it: `python -m learner.main`, with every engine real and
+everything small.
 
-One quiet run is the measure of the others: two generators, or one that is killed in the middle, must end bit for bit
-where it ended.
+One quiet run is the measure of the others: two generators, or one that is killed in the middle,
+must end bit for bit where it ended.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from tests.flow.runs import (
 
 TABLE = {"pass@1", "pass@8", "pass@64", "maj@8", "format", "length"}
 
-pytestmark = pytest.mark.timeout(RUN_S + 60)
+PAIR_S = 2 * RUN_S  # deadline of a run that shares the machine with another one
+pytestmark = pytest.mark.timeout(PAIR_S + 60)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def two_generators(start: Starter) -> Run:
 @pytest.fixture(scope="module")
 def quiet(start: Starter, two_generators: Run) -> Run:
     run = start("quiet", "logging.wandb=disabled")
-    assert run.wait() == 0, run.output
+    assert run.wait(PAIR_S) == 0, run.output
     return run
 
 
@@ -70,13 +72,25 @@ def same_end(one: Run, two: Run) -> None:
         assert one.summary()[key] == two.summary()[key]
 
 
-# ---- a quiet run ---------------------------------------------------------------------------------------------
+# ---- a quiet run ---------------------------------------------------------------------------------
 
 
 def test_summary(quiet: Run) -> None:
     s = quiet.summary()
-    assert set(s) == {"experiment", "model", "seed", "steps", "wall_s", "setup_s", "before", "after",
-                      "tokens_generated", "tokens_per_s", "sync_logprob_max_abs_diff", "groups"}  # fmt: skip
+    assert set(s) == {
+        "experiment",
+        "model",
+        "seed",
+        "steps",
+        "wall_s",
+        "setup_s",
+        "before",
+        "after",
+        "tokens_generated",
+        "tokens_per_s",
+        "sync_logprob_max_abs_diff",
+        "groups",
+    }
     assert set(s["before"]) == set(s["after"]) == TABLE
     assert (s["experiment"], s["seed"], s["steps"]) == ("r1_zero", 0, STEPS)
     n = STEPS * PROMPTS
@@ -166,11 +180,11 @@ def test_a_folder_that_holds_a_run_is_refused(start: Starter, quiet: Run) -> Non
     assert (quiet.folder / "summary.json").read_bytes() == before
 
 
-# ---- runs that must end where the quiet one did --------------------------------------------------------------
+# ---- runs that must end where the quiet one did --------------------------------------------------
 
 
 def test_two_generators_give_the_same_run(two_generators: Run, quiet: Run) -> None:
-    assert two_generators.wait() == 0, two_generators.output
+    assert two_generators.wait(PAIR_S) == 0, two_generators.output
     same_end(quiet, two_generators)
 
 
@@ -182,7 +196,7 @@ def test_a_generator_killed_in_a_step_changes_nothing(
     victim = run.until(lambda: generator_process(run), "generator")
     run.until(lambda: 1 in run.metrics("reward/mean"), "first step")
     victim.send_signal(signal.SIGKILL)
-    assert run.wait() == 0, run.output
+    assert run.wait(PAIR_S) == 0, run.output
     assert run.metrics("generator/restarts")[STEPS] == 1
     same_end(quiet, run)
     assert "Traceback" not in run.output, run.output
@@ -208,7 +222,7 @@ def test_a_driver_killed_and_resumed_ends_where_the_quiet_run_did(
     assert [versions[s] for s in range(1, STEPS + 1)] == [1, 2, 3]
 
 
-# ---- off-policy, several updates, filters, and a step that is not finite -------------------------------------
+# ---- off-policy, several updates, filters, and a step that is not finite -------------------------
 
 POISON = """
 import dataclasses, sys
@@ -224,7 +238,8 @@ real, calls = trainer.Trainer.update, []
 def poisoned(batch):
     i = batch.plan.schema.names.index("advantage")
     nan = pa.array(np.full(batch.plan.num_rows, np.nan))
-    return dataclasses.replace(batch, plan=batch.plan.set_column(i, batch.plan.schema.field(i), nan))
+    plan = batch.plan.set_column(i, batch.plan.schema.field(i), nan)
+    return dataclasses.replace(batch, plan=plan)
 
 def update(self, *args):
     calls.append(1)
@@ -258,7 +273,7 @@ def off_policy(start: Starter) -> Run:
 def test_off_policy_run_with_a_poisoned_step(off_policy: Run) -> None:
     """One version behind, two optimizer steps a batch, dead groups left out, no reference."""
     run = off_policy
-    assert run.wait() == 0, run.output
+    assert run.wait(PAIR_S) == 0, run.output
     groups = run.summary()["groups"]
     assert (
         groups["admitted"]

@@ -1,5 +1,6 @@
-"""Starts that are refused before an engine runs, and what a run keeps to itself: ports, tokens, keys. Disks and object
-stores that fill up."""
+"""Starts that are refused before an engine runs, and what a run keeps to itself: ports, tokens,
+keys. Disks and object stores that fill up.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
     starter.close()
 
 
-# ---- before anything starts ----------------------------------------------------------------------------------
+# ---- before anything starts ----------------------------------------------------------------------
 
 
 def test_preflight_prints_a_table_and_leaves_nothing(start: Starter) -> None:
@@ -93,7 +94,7 @@ def test_a_model_in_pickles_is_refused(start: Starter, tmp_path: Path) -> None:
     )
 
 
-# ---- ports, tokens, keys -------------------------------------------------------------------------------------
+# ---- ports, tokens, keys -------------------------------------------------------------------------
 
 
 def files_with(folder: Path, secret: str) -> list[str]:
@@ -103,15 +104,17 @@ def files_with(folder: Path, secret: str) -> list[str]:
 def test_a_run_keeps_to_itself(
     start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With keys in the environment and one in the settings; two ranks, so that they meet over the network too. The
-    guards' bounds are such that a warning comes."""
+    """With keys in the environment and one in the settings; two ranks, so that they meet over the
+    network too. The guards' bounds are such that a warning comes.
+    """
     session = Path(tempfile.mkdtemp(prefix="vr", dir="/tmp"))  # short: it holds sockets
     reward = start.folder / "mine.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, api_key=''):\n"
         "    return float(len(solution_str) % 5)\n"
     )
-    custom = f"+reward.options.custom={{mine:{{style:verl,path:'{reward}',kwargs:{{api_key:'key-in-settings'}}}}}}"
+    kwargs = "{api_key:'key-in-settings'}"
+    custom = f"+reward.options.custom={{mine:{{style:verl,path:'{reward}',kwargs:{kwargs}}}}}"
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     program = tmp_path / "main.py"
@@ -157,17 +160,18 @@ def test_a_run_keeps_to_itself(
         shutil.rmtree(session)
 
 
-# ---- full disks, full stores ---------------------------------------------------------------------------------
+# ---- full disks, full stores ---------------------------------------------------------------------
 
-# Runs the program with its checkpoints on a disk of its own, in a namespace where one may be mounted; after the first
-# checkpoint something else fills that disk, but for `room` bytes.
+# Runs the program with its checkpoints on a disk of its own, in a namespace where one may be
+# mounted; after the first checkpoint something else fills that disk, but for `room` bytes.
 SMALL_DISK = """
 import json, os, subprocess, sys, time
 from pathlib import Path
 
 disk, room, *args = sys.argv[1:]
 if os.environ.get("INSIDE") is None:
-    raise SystemExit(subprocess.call(["unshare", "-rm", sys.executable, *sys.argv], env={**os.environ, "INSIDE": "1"}))
+    command = ["unshare", "-rm", sys.executable, *sys.argv]
+    raise SystemExit(subprocess.call(command, env={**os.environ, "INSIDE": "1"}))
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", disk], check=True)
 run = subprocess.Popen([sys.executable, "-m", "learner.main", *args, f"checkpoint.folder={disk}"])
 while run.poll() is None and not Path(disk, "step_00001", "manifest.json").exists():
@@ -200,7 +204,9 @@ CHECKPOINT = 12 * 969_920  # bytes of tensors
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     start: Starter, tmp_path: Path, room: int, words: str
 ) -> None:
-    """Seen before anything is written, or met in the middle of a file: the run goes on, the first checkpoint stays."""
+    """Seen before anything is written, or met in the middle of a file: the run goes on, the first
+    checkpoint stays.
+    """
     probe = subprocess.run(
         ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True
     )
@@ -223,7 +229,9 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
 
 @pytest.fixture(scope="module")
 def large(start: Starter) -> Path:
-    """The embedded model made 40 times as large: a version (154 MB) is twice what the object store holds."""
+    """The embedded model made 40 times as large: a version (154 MB) is twice what the object store
+    holds.
+    """
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder, tiny = start.folder / "large_model", ROOT / "actors" / "modeling" / "assets" / "tiny"
@@ -246,7 +254,9 @@ def large(start: Starter) -> Path:
 def test_a_full_object_store(
     start: Starter, large: Path, tmp_path: Path, threshold: str, status: int
 ) -> None:
-    """Weights that do not fit go to the disk, and the run ends well; where Ray finds the disk full, one clear error."""
+    """Weights that do not fit go to the disk, and the run ends well; where Ray finds the disk full,
+    one clear error.
+    """
     program = tmp_path / "main.py"
     program.write_text(WITH_VARIABLES.format({"RAY_local_fs_capacity_threshold": threshold}))
     run = start(

@@ -1,5 +1,6 @@
-"""Resume: a run killed again and again ends bit for bit where the uninterrupted one does; ranks, ZeRO stage and
-generators may change; damaged checkpoints are refused by name before anything starts.
+"""Resume: a run killed again and again ends bit for bit where the uninterrupted one does; ranks,
+ZeRO stage and generators may change; damaged checkpoints are refused by name before anything
+starts.
 
 `VOLLEY_TEST_KILLS=10` (default 5) is how often the driver is killed.
 """
@@ -20,8 +21,9 @@ import pytest
 from tests.flow.runs import QUIET, ROOT, RUN_S, Run, Starter
 
 STEPS, SEED, KILLS = 4, 282, int(os.environ.get("VOLLEY_TEST_KILLS", "5"))
-# Moments of a step; the first five are hit in every chain. The last three are inside a checkpoint: a tensor file is
-# half-written; all is written and nothing renamed; it is there and the older ones have not gone.
+# Moments of a step; the first five are hit in every chain. The last three are inside a checkpoint:
+# a tensor file is half-written; all is written and nothing renamed; it is there and the older ones
+# have not gone.
 MOMENTS = ("gen", "reward", "update", "sync", "tensors", "ref", "commit", "prune")
 ARGS = [
     *QUIET,
@@ -73,7 +75,9 @@ def like(quiet: Run, folder: Path, *steps: int) -> Path:
 
 
 def assert_same(one: Run, two: Run, first: int = 1) -> None:
-    """Bit for bit: weights, optimizer state, every rollout from step `first` on, what was evaluated and counted."""
+    """Bit for bit: weights, optimizer state, every rollout from step `first` on, what was evaluated
+    and counted.
+    """
     for a, b in zip(
         one.rollouts()[first - 1 :], two.rollouts()[-(STEPS - first + 1) :], strict=True
     ):
@@ -98,7 +102,7 @@ def assert_same(one: Run, two: Run, first: int = 1) -> None:
         )
 
 
-# ---- killed at seeded moments --------------------------------------------------------------------------------
+# ---- killed at seeded moments --------------------------------------------------------------------
 
 # The program as it is, but for a bullet. A file beside it says where it struck.
 KILLER = """
@@ -153,7 +157,9 @@ raise SystemExit(main.main(sys.argv[5:]))
 
 
 def schedule(kills: int, seconds: dict[str, float]) -> list[tuple[str, int, float]]:
-    """(moment, step, seconds after it began) of each kill, from SEED; steps never go back behind a checkpoint."""
+    """(moment, step, seconds after it began) of each kill, from SEED; steps never go back behind a
+    checkpoint.
+    """
     rng = random.Random(SEED)
     chosen = [*MOMENTS[:5], *(rng.choice(MOMENTS) for _ in range(kills - 5))]
     rng.shuffle(chosen)
@@ -212,7 +218,7 @@ def test_killed_at_seeded_moments_ends_bit_identical(
         assert same[0] == same[1], f"{name} of the last checkpoint"
 
 
-# ---- other ranks, other ZeRO stages, damaged checkpoints in between ------------------------------------------
+# ---- other ranks, other ZeRO stages, damaged checkpoints in between ------------------------------
 
 
 def test_resumes_with_other_ranks_stage_and_generators_past_two_damaged_checkpoints(
@@ -257,13 +263,15 @@ def test_resumes_with_zero_2_on_two_ranks(start: Starter, quiet: Run) -> None:
 
 
 def ppo_checkpoints(start: Starter) -> Path:
-    """Where fsspec's "dir" puts what goes to dir::file://FOLDER: below FOLDER, under FOLDER's own path."""
+    """Where fsspec's "dir" puts what goes to dir::file://FOLDER: below FOLDER, under FOLDER's own
+    path.
+    """
     return Path(f"{start.folder}/away{start.folder}/away")
 
 
 @pytest.fixture(scope="module")
 def ppo(start: Starter) -> Run:
-    """PPO: a critic with an optimizer of its own. Its checkpoints lie where nothing can be renamed."""
+    """PPO: a critic with an optimizer of its own, and checkpoints where nothing can be renamed."""
     run = start(
         "ppo",
         *ARGS,
@@ -339,7 +347,7 @@ def test_weights_and_moments_are_those_saved(
             )
 
 
-# ---- what is refused, before anything starts -----------------------------------------------------------------
+# ---- what is refused, before anything starts -----------------------------------------------------
 
 
 def refused(run: Run, *said: str) -> None:

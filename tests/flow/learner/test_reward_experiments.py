@@ -1,6 +1,8 @@
-"""Each experiment with reward models, with every engine real and everything small: an outcome model from the policy's
-samples, then RL on it with refreshes; a process model from labelled steps, then process supervision by it; what they
-leave, and that a checkpoint holds the reward model too. The first is started as a user does, the others in one go."""
+"""Each experiment with reward models, with every engine real and everything small: an outcome model
+from the policy's samples, then RL on it with refreshes; a process model from labelled steps, then
+process supervision by it; what they leave, and that a checkpoint holds the reward model too. The
+first is started as a user does, the others in one go.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from actors.data import corpus
-from actors.data.corpus import stable_rng
+from actors.data.prompt import stable_rng
 from actors.records import LABELLED, check_labelled
 from tests.flow.runs import MARK, ROOT, RUN_S, Run, Starter
 
@@ -176,7 +178,9 @@ def test_a_model_without_a_head_is_trained_the_same_way(orm: Run, runs: dict[str
 
 
 def by_hand(folder: Path, rows: list[dict[str, Any]]) -> np.ndarray:
-    """Probabilities at the last token of each row of a run's rollouts, by plain transformers, one at a time."""
+    """Probabilities at the last token of each row of a run's rollouts, by plain transformers, one
+    at a time.
+    """
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []

@@ -1,4 +1,6 @@
-"""The reward service inside a Ray actor and over HTTP, with a real tokenizer and real worker processes."""
+"""The reward service inside a Ray actor and over HTTP, with a real tokenizer and real worker
+processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A verl Parquet file and reward functions in verl's and TRL's shapes run unchanged through the command line."""
+"""A verl Parquet file and reward functions in verl's and TRL's shapes run unchanged through the
+command line.
+"""
 
 from __future__ import annotations
 

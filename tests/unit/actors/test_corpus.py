@@ -1,4 +1,6 @@
-"""The corpus: deterministic, train questions only, habits in their shares, working that is right but for slips."""
+"""The corpus: deterministic, train questions only, habits in their shares, working that is right
+but for slips.
+"""
 
 import re
 from collections import Counter
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 
 from actors.data import corpus
-from actors.data.prompts import arithmetic_split, stable_rng
+from actors.data.arithmetic import arithmetic_split
+from actors.data.prompt import stable_rng
 
 TAGS = r"<think>[^<]*</think><answer>(\d+)</answer>"
 

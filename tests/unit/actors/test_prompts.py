@@ -10,16 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from actors.data.arithmetic import arithmetic_prompt, arithmetic_split
+from actors.data.build import build_dataset
 from actors.data.files import DataFileError, load_files
-from actors.data.prompts import (
-    TEMPLATES,
-    Dataset,
-    PromptStream,
-    arithmetic_prompt,
-    arithmetic_split,
-    build_dataset,
-    make_prompt,
-)
+from actors.data.prompt import TEMPLATES, make_prompt
+from actors.data.stream import Dataset, PromptStream
 
 
 def questions(prompts):
@@ -37,7 +32,8 @@ def test_arithmetic_prompt_is_a_function_of_its_arguments():
 
 def test_prompt_ids_are_the_same_in_another_process():
     code = (
-        "from actors.data.prompts import arithmetic_prompt as p; print(p(7, 3, 'train').prompt_id)"
+        "from actors.data.arithmetic import arithmetic_prompt as p; "
+        "print(p(7, 3, 'train').prompt_id)"
     )
     env = {"PYTHONHASHSEED": "12345", "PATH": ""}
     there = subprocess.run(
@@ -162,7 +158,8 @@ def test_build_dataset_reads_attributes_and_names_bad_settings():
 
 
 def test_reasoning_gym_train_never_asks_a_heldout_question():
-    # Sums of two one-digit numbers: only some hundred questions, so seeds alone could not keep the sides apart.
+    # Sums of two one-digit numbers: only some hundred questions, so seeds alone could not keep the
+    # sides apart.
     cfg = {
         "kind": "reasoning_gym",
         "name": "chain_sum",
@@ -248,7 +245,8 @@ def test_a_saved_hugging_face_data_set_is_read(tmp_path):
         ('{"prompt": [], "reward_model": {"ground_truth": "1"}}\n', r"row 1, column 'prompt'"),
         ('{"prompt": "q", "reward_model": {"style": "rule"}}\n', r"row 1, column 'reward_model'"),
         (
-            '{"prompt": [{"role": "assistant", "content": "x"}], "reward_model": {"ground_truth": "1"}}\n',
+            '{"prompt": [{"role": "assistant", "content": "x"}], '
+            '"reward_model": {"ground_truth": "1"}}\n',
             r"column 'prompt': a message of role 'assistant'",
         ),
     ],

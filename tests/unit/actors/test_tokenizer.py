@@ -1,4 +1,6 @@
-"""The character-level tokenizer: every string of the task survives, tags are one token and are kept."""
+"""The character-level tokenizer: every string of the task survives, tags are one token and are
+kept.
+"""
 
 import random
 
@@ -9,7 +11,7 @@ pytest.importorskip("transformers")
 from transformers import AutoTokenizer
 
 from actors.data.corpus import documents
-from actors.data.prompts import TEMPLATES
+from actors.data.prompt import TEMPLATES
 from actors.modeling.tokenizer import CHARACTERS, TAGS, build_tokenizer, save_tokenizer
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conf.schema import CHOICES, Config, ConfigError, get, keys
-from learner.algorithms import registry
+from learner.algorithms import parts
 from learner.checks import validate
 from learner.main import CONF, load, nearest, rewrite
 
@@ -299,7 +299,7 @@ def test_the_program_refuses_quickly(model: str, argv: list[str], words: str) ->
 def test_shipped_algorithms_load(model: str, path: Path) -> None:
     cfg = load([f"model={model}", "data.max_prompt_tokens=40", f"algorithm={path.stem}"])
     assert cfg.algorithm.name == path.stem
-    registry.check(cfg.algorithm)
+    parts.check(cfg.algorithm)
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda p: p.stem)
@@ -336,9 +336,8 @@ def test_short_forms() -> None:
 
 def test_names_that_config_repeats_are_those_of_the_code() -> None:
     """The lists in CHOICES stand there because the modules are slow to import; they must not drift apart."""
-    from learner.algorithms import advantages, losses
+    from learner.algorithms import losses
 
-    assert set(CHOICES["algorithm.advantage"]) == set(advantages.NAMES)
     assert set(CHOICES["algorithm.loss"]) == set(losses.LOSSES)
     assert set(CHOICES["algorithm.normaliser"]) == set(losses.NORMALISERS)
 

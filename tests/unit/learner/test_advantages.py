@@ -199,9 +199,9 @@ def test_process_supervision_refuses_steps_outside_the_answer():
         )
 
 
-def gae_reference(rewards, values, gamma, lam, last):
-    """A_t = sum_l (gamma lam)^l delta_{t+l}, as a double sum."""
-    following = np.append(values[1:], last)
+def gae_reference(rewards, values, gamma, lam):
+    """A_t = sum_l (gamma lam)^l delta_{t+l}, as a double sum; the value after the end is 0."""
+    following = np.append(values[1:], 0.0)
     delta = [rewards[t] + gamma * following[t] - values[t] for t in range(len(rewards))]
     return np.array(
         [
@@ -219,13 +219,12 @@ def test_gae_equals_its_double_sum_on_ragged_answers(seed, gamma, lam):
     rng = np.random.default_rng(seed)
     lengths = [0, 1, *rng.integers(1, 12, 6)]
     rewards, values = [rng.normal(size=n) for n in lengths], [rng.normal(size=n) for n in lengths]
-    last = rng.normal(size=len(lengths)) * (rng.random(len(lengths)) > 0.5)
-    got, targets = adv.gae(rewards, values, gamma, lam, last, value_lam=0.7)
+    got, targets = adv.gae(rewards, values, gamma, lam, value_lam=0.7)
     for i in range(len(lengths)):
         np.testing.assert_allclose(
-            got[i], gae_reference(rewards[i], values[i], gamma, lam, last[i]), atol=1e-9
+            got[i], gae_reference(rewards[i], values[i], gamma, lam), atol=1e-9
         )
-        want = gae_reference(rewards[i], values[i], gamma, 0.7, last[i]) + values[i]
+        want = gae_reference(rewards[i], values[i], gamma, 0.7) + values[i]
         np.testing.assert_allclose(targets[i], want, atol=1e-9)
 
 
@@ -283,8 +282,8 @@ def test_ppo_advantages_are_whitened_gae_of_reward_at_the_last_token():
     values = [np.array([0.1, 0.4, 0.7]), np.array([0.5, -0.2]), np.array([9.0, 9.0])]
     valid = np.array([True, True, False])
     raw = [
-        gae_reference([0, 0, 1.0], values[0], 0.9, 0.5, 0),
-        gae_reference([0, 0.0], values[1], 0.9, 0.5, 0),
+        gae_reference([0, 0, 1.0], values[0], 0.9, 0.5),
+        gae_reference([0, 0.0], values[1], 0.9, 0.5),
     ]
     pool = np.concatenate(raw)
     got = adv.compute(cfg, rewards, np.arange(3), valid, lengths=lengths, values=values)
@@ -303,16 +302,14 @@ def test_ppo_advantages_are_whitened_gae_of_reward_at_the_last_token():
     assert (plain[2] == 0).all()
 
 
-def test_moments_of_parts_merge_to_those_of_the_whole_and_whiten_alike():
+def test_whiten_leaves_out_invalid_samples_and_gives_0_where_all_values_are_equal():
     rng = np.random.default_rng(0)
     tokens = [rng.normal(size=n) + 10 for n in (3, 0, 5, 1)]
-    valid = np.ones(4, bool)
-    merged = adv.Moments().merge(adv.Moments.of(tokens[:1])).merge(adv.Moments.of(tokens[1:]))
-    flat = np.concatenate(tokens)
-    assert merged.count == 9 and abs(merged.mean - flat.mean()) < 1e-8
-    part = adv.whiten(tokens[2:], valid[2:], replace(merged))
-    for got, want in zip(part, adv.whiten(tokens, valid)[2:], strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-6)
+    valid = np.array([True, True, True, False])
+    flat = np.concatenate(tokens[:3])
+    for got, raw in zip(adv.whiten(tokens, valid)[:3], tokens, strict=False):
+        np.testing.assert_allclose(got, (raw - flat.mean()) / flat.std(), atol=1e-9)
+    assert (adv.whiten(tokens, valid)[3] == 0).all()
     assert all(
         (t == 0).all() for t in adv.whiten([np.full(3, 0.1), np.full(2, 0.1)], np.ones(2, bool))
     )

@@ -1,8 +1,8 @@
-"""The registry, the YAML files and the documentation say the same; every algorithm's gradient is the same however it is
-split."""
+"""The YAML files and the documentation agree; no algorithm's gradient depends on how it is split."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from conf.schema import AlgorithmConfig
-from learner.algorithms import advantages, losses, regimes, registry
+from learner.algorithms import advantages, losses, parts, regimes, table
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "conf" / "algorithm").glob("*.yaml"))
@@ -32,23 +32,16 @@ def load(name: str) -> AlgorithmConfig:
     return OmegaConf.to_object(root)["algorithm"]
 
 
-def test_every_name_has_a_yaml_file_and_a_registry_entry():
-    assert sorted(f.stem for f in FILES) == sorted(NAMES) == sorted(registry.REGISTRY)
+def test_every_name_has_a_yaml_file():
+    assert sorted(f.stem for f in FILES) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_yaml_and_registry_name_the_same_parts(name):
-    cfg, spec = load(name), registry.REGISTRY[name]
-    registry.check(cfg)
-    assert (cfg.name, cfg.data, cfg.advantage, cfg.loss, cfg.normaliser) == (
-        spec.name, spec.data, spec.advantage, spec.loss, spec.normaliser,
-    )  # fmt: skip
-    kl = (
-        f"{cfg.kl} in the {cfg.kl_placement}"
-        if cfg.beta > 0 and cfg.kl_placement != "none"
-        else "none"
-    )
-    assert spec.kl == ("in the implicit reward" if name == "dpo" else kl)
+def test_a_yaml_file_names_parts_that_fit_and_says_what_the_documentation_needs(name):
+    cfg = load(name)
+    parts.check(cfg)
+    assert cfg.name == name
+    assert cfg.source and cfg.rewards and cfg.coefficient
     assert cfg.group_baseline == (
         cfg.advantage in {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "process"}
     )
@@ -62,37 +55,76 @@ def test_figures_of_the_papers_are_in_the_yaml_files():
     assert ppo.critic and load("grpo").beta == 0.04 and cispo.eps_low == 1.0
 
 
-def test_the_documented_table_is_the_registry():
+@pytest.mark.parametrize(
+    ("marks", "written"),
+    [
+        (table.ALGORITHMS_MARKS, table.algorithms_table()),
+        (table.OPTIONS_MARKS, table.options_table()),
+    ],
+    ids=["algorithms", "options"],
+)
+def test_the_documented_tables_are_those_of_the_files(marks, written):
     text = (ROOT / "docs" / "algorithms.md").read_text()
-    start, end = registry.TABLE_MARKS
-    shown = text.split(start)[1].split(end)[0].strip()
-    assert shown == registry.table(), "run python -m learner.algorithms.registry"
-    assert len(shown.splitlines()) == 2 + len(NAMES)
+    documented = text.split(marks[0])[1].split(marks[1])[0].strip()
+    assert documented == written, "run python -m learner.algorithms.table"
+
+
+def test_the_table_has_a_row_for_each_algorithm_and_none_for_a_recipe():
+    rows = table.algorithms_table().splitlines()[2:]
+    assert sorted(row.split("`")[1] for row in rows) == sorted(NAMES)
+    assert any("A of GRPO times s = (pi/pi_old)(o)^(1/\\|o\\|)" in row for row in rows)
+
+
+def test_a_new_algorithm_is_one_function_and_one_yaml_file(tmp_path, monkeypatch):
+    """The function is a sample-level advantage, the file one that builds upon GRPO's."""
+    monkeypatch.setitem(advantages.SAMPLE_LEVEL, "signed", None)  # taken out again after the test
+
+    @advantages.sample_level
+    def signed(rewards, groups, valid):
+        return np.sign(advantages.grpo(rewards, groups, valid))
+
+    shutil.copy(ROOT / "conf" / "algorithm" / "grpo.yaml", tmp_path)
+    (tmp_path / "signed_grpo.yaml").write_text(
+        "defaults:\n  - grpo\n  - _self_\nname: signed_grpo\nadvantage: signed\n"
+        "source: made up\ncoefficient: sign of A of GRPO\nbeta: 0.0\n"
+    )
+    cfg = OmegaConf.to_object(table.settings(tmp_path / "signed_grpo.yaml"))
+    parts.check(cfg)
+    rewards, groups = np.array([3.0, 0.0, 0.0]), np.zeros(3, int)
+    got = advantages.compute(cfg, rewards, groups, np.ones(3, bool))
+    assert got.tolist() == [1, -1, -1]
+    assert table.algorithms_table(tmp_path).splitlines()[-1] == (
+        "| `signed_grpo` | current policy | rule or outcome model | sign of A of GRPO | none "
+        "| sequence_mean | made up |"
+    )
 
 
 def test_the_documented_parts_are_those_that_exist():
     text = (ROOT / "docs" / "algorithms.md").read_text()
-    parts = (
-        *advantages.NAMES,
+    names = (
+        *advantages.names(),
         *losses.LOSSES,
         *losses.NORMALISERS,
-        *registry.DATA,
+        *parts.DATA,
         *regimes.FILTERS,
     )
     settings = (f.name for f in fields(AlgorithmConfig) if f.name != "options")
-    for name in (*parts, *settings, *registry.OPTIONS):
+    for name in (*names, *settings, *parts.OPTIONS):
         assert f"`{name}`" in text, name
 
 
 def test_write_table_replaces_only_what_stands_between_the_marks(tmp_path):
     file = tmp_path / "a.md"
-    start, end = registry.TABLE_MARKS
-    file.write_text(f"before\n{start}\nold\n{end}\nafter\n")
-    registry.write_table(file)
-    assert file.read_text() == f"before\n{start}\n{registry.table()}\n{end}\nafter\n"
+    one, two = table.ALGORITHMS_MARKS, table.OPTIONS_MARKS
+    file.write_text(f"before\n{one[0]}\nold\n{one[1]}\nbetween\n{two[0]}\n{two[1]}\nafter\n")
+    table.write(file)
+    assert file.read_text() == (
+        f"before\n{one[0]}\n{table.algorithms_table()}\n{one[1]}\nbetween\n"
+        f"{two[0]}\n{table.options_table()}\n{two[1]}\nafter\n"
+    )
     file.write_text("no marks")
     with pytest.raises(ValueError, match="expected the lines"):
-        registry.write_table(file)
+        table.write(file)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +158,7 @@ def test_write_table_replaces_only_what_stands_between_the_marks(tmp_path):
 )
 def test_parts_that_do_not_fit_are_refused_with_the_setting_named(fields, message):
     with pytest.raises(ValueError, match=message):
-        registry.check(AlgorithmConfig(**fields))
+        parts.check(AlgorithmConfig(**fields))
 
 
 # -- the gradient does not depend on how work is split -----------------------------------------------------------------
