@@ -1,19 +1,17 @@
 """KL divergence between policy and reference, from samples and exactly.
 
-For a sample x of the policy let ``d = log policy(x) - log ref(x)`` and ``r = exp(-d) =
-ref/policy``. The estimators are those of Schulman, "Approximating KL divergence" (2020):
+For a sample x of the policy let ``d = log policy(x) - log ref(x)`` and ``r = exp(-d) = ref/policy``.
+The estimators are those of Schulman, "Approximating KL divergence" (2020), and k3_iw is
+DeepSeek-V3.2's:
 
-=======  ================  ============================  ===========================================
-kind     value             as a number                   as a *loss*, its gradient on-policy is
-=======  ================  ============================  ===========================================
-k1       d                 unbiased, any sign            grad log pi, of mean 0: only noise
-k2       d^2 / 2           biased, >= 0                  d grad log pi: reverse KL(policy || ref)
-k3       r - 1 + d         unbiased, >= 0, low variance  (1 - r) grad log pi: forward KL(ref ||
-policy) k3_iw    (pi/pi_old) * k3  unbiased for x ~ pi_old       that of the reverse KL, for x ~
-pi_old =======  ================  ============================ 
-===========================================
-
-k3_iw is DeepSeek-V3.2's.
+=====  ================  ============================  ==========================================
+kind   value             as a number                   gradient as a *loss*, on-policy
+=====  ================  ============================  ==========================================
+k1     d                 unbiased, any sign            grad log pi, whose mean is 0: noise
+k2     d^2 / 2           biased, >= 0                  d grad log pi: reverse KL(policy || ref)
+k3     r - 1 + d         unbiased, >= 0, low variance  (1 - r) grad log pi: forward KL(ref||policy)
+k3_iw  (pi/pi_old) * k3  unbiased for x ~ pi_old       that of the reverse KL, for x ~ pi_old
+=====  ================  ============================  ==========================================
 
 Put into the reward (detached), k1 also follows the reverse KL, because the score-function estimator
 multiplies it by grad log pi.
