@@ -1,6 +1,7 @@
 """KL divergence between policy and reference, from samples and exactly.
 
-For a sample x of the policy let ``d = log policy(x) - log ref(x)`` and ``r = exp(-d) = ref/policy``.
+For a sample x of the policy let ``d = log policy(x) - log ref(x)`` and
+``r = exp(-d) = ref/policy``.
 The estimators are those of Schulman, "Approximating KL divergence" (2020), and k3_iw is
 DeepSeek-V3.2's:
 
