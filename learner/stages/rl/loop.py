@@ -303,8 +303,7 @@ def rewind(run: RLRun, state: State, saved: Path | None) -> None:
 def take_up(run: RLRun, state: State) -> None:
     """Bring the learner's weights to the generators, and start the groups that were waiting."""
     sync(run, state, probe=engines.probe_of(run.policy, run.data.heldout))
-    for group_id, prompt in sorted(state.waiting.items()):
-        submit(run, state, group_id, prompt)
+    submit(run, state, sorted(state.waiting.items(), key=lambda item: item[0]))
 
 
 def begin(run: RLRun, state: State) -> None:
