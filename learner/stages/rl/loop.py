@@ -23,7 +23,8 @@ from cluster.stopping import RunError
 from learner import preflight
 from learner.algorithms.assemble import Assembled, assemble
 from learner.algorithms.schedule import learning_rate
-from learner.engine.rank import UpdateJob
+from learner.engine.diagnostics import diagnostics_for
+from learner.engine.job import UpdateJob
 from learner.evaluation import guards
 from learner.evaluation.step_metrics import step_metrics
 from learner.launch import Launch
@@ -86,12 +87,6 @@ def update(
         learning_rate(cfg.optimizer, state.optimizer_steps + u, total)
         for u in range(len(plan.micro_batches))
     )
-    exact = None
-    if a.exact_kl_tokens:
-        first = plan.plan.slice(0, 1).to_pylist()[0]
-        exact = run.reference.distributions(
-            batch.tables[first["table"]], first["row"], a.exact_kl_tokens
-        )
     job = UpdateJob(
         state.version,
         batch.tables,
@@ -101,7 +96,7 @@ def update(
         rates,
         cfg.rollout.temperature,
         number > a.options.get("value_pretrain_steps", 0),
-        exact,
+        diagnostics_for(cfg, run.reference, batch.tables, plan.plan),
     )
     result = run.learner.update(job)
     state.optimizer_steps += len(rates)
