@@ -125,8 +125,6 @@ def run_stages(launch: Launch) -> None:
     from cluster import placement
     from cluster.connect import connect
     from learner.algorithms import parts
-    from learner.stage import run_stage
-    from learner.stages.table import pipeline
 
     cfg = launch.cfg
     if cfg.stage.trains == "policy":
@@ -136,6 +134,10 @@ def run_stages(launch: Launch) -> None:
         print(f"volley: {places}", flush=True)
     # Ray has just put a handler of its own there.
     signal.signal(signal.SIGTERM, lambda *_: terminate(launch.stopping))
+    # These import Ray, which may only be done once `connect` has chosen how it authenticates.
+    from learner.stage import run_stage
+    from learner.stages.table import pipeline
+
     for stage in pipeline(cfg):
         run_stage(stage, launch)
 

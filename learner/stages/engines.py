@@ -19,7 +19,7 @@ from actors.data.build import build_dataset
 from actors.data.prompt import Prompt
 from actors.data.stream import Dataset
 from actors.modeling.loading import load_tokenizer, materialise, model_size, stop_ids
-from actors.records import SamplingParams
+from actors.records import PromptRow, SamplingParams
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from cluster.plan import ModelSize
 from cluster.stopping import RunError
@@ -53,7 +53,7 @@ class Request:
     """
 
     prompt: Prompt
-    ids: Any  # list of int, or an object reference of one
+    ids: list[int] | PromptRow
     n: int
     sampling: SamplingParams
 

@@ -28,7 +28,7 @@ from learner.algorithms.batching import place
 from learner.algorithms.losses import sample_weights
 from learner.algorithms.schedule import learning_rate
 from learner.engine.group import LearnerGroup
-from learner.engine.rank import UpdateJob
+from learner.engine.job import UpdateJob
 from learner.launch import Launch
 from learner.stage import Run, Stage, open_log, plain_progress
 from learner.state import State

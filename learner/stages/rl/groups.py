@@ -6,6 +6,8 @@ what is being generated or waits to be trained on are in the run's GroupQueue.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from actors.data.prompt import Prompt
 from actors.rollouts import Group
 from actors.staleness import admissible
@@ -54,17 +56,19 @@ def admit(run: RLRun, state: State, needed: int, drawn: int = 0) -> None:
     r = run.cfg.rollout
     waiting = state.ledger.waiting - drawn
     room = 0 if drawn else admissible(waiting, r.prompts_per_step, r.max_staleness)
+    admitted = []
     for prompt in run.data.sampler.next(max(room, needed - waiting)):
         group_id = state.ledger.admitted
         state.ledger.admit(group_id)
         state.waiting[group_id] = prompt
-        submit(run, state, group_id, prompt)
+        admitted.append((group_id, prompt))
     state.sampler = run.data.sampler.state()
+    submit(run, state, admitted)
 
 
-def submit(run: RLRun, state: State, group_id: int, prompt: Prompt) -> None:
-    """Have an admitted group's completions made."""
-    if run.groups.submit(group_id, prompt, state.version):
+def submit(run: RLRun, state: State, groups: Sequence[tuple[int, Prompt]]) -> None:
+    """Have the completions of admitted groups, given as (group id, prompt), made."""
+    for group_id in run.groups.submit(groups, state.version):
         state.ledger.finish(group_id)
 
 
