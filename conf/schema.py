@@ -311,17 +311,29 @@ class LoggingConfig:
 
 
 @dataclass
+class StageConfig:
+    """What a run does, as a value; conf/stage/NAME.yaml holds one for each entry of the table of stages."""
+
+    name: str = "rl"  # key of the table of stages (learner/stages/table.py)
+    answers: str = (
+        "policy"  # where answers come from: policy (generators sample it) | files | corpus
+    )
+    trains: str = "policy"  # what is optimised: policy | reward_model | nothing
+    evaluates: bool = True  # whether the policy is evaluated on held-out prompts before and after
+
+
+@dataclass
 class Config:
     """The whole run. Settings people type most stand at the top level."""
 
     experiment: str = "r1_zero"
-    stage: str = "rl"  # rl | pretrain | reward_model (train one) | annotate (label steps)
     steps: int = 64
     seed: int = 0
     run_dir: str = ""
     resume: str = "never"  # never | auto (go on where checkpoints are) | folder or address of a run or a checkpoint
     preflight: bool = False  # check everything a run needs, print a table, start nothing
     allow_changes: bool = False  # resume although settings differ from those of the checkpoint
+    stage: StageConfig = field(default_factory=StageConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -342,9 +354,7 @@ class Config:
     @property
     def generates(self) -> bool:
         """Whether generators and the reward service run."""
-        return self.stage in ("rl", "annotate") or (
-            self.stage == "reward_model" and self.reward_model.source == "policy"
-        )
+        return self.stage.answers == "policy"
 
     @property
     def samples_per_step(self) -> int:
@@ -352,7 +362,9 @@ class Config:
 
 
 CHOICES = {
-    "stage": ("rl", "pretrain", "reward_model", "annotate"),
+    "stage.name": ("rl", "pretrain", "reward_model", "annotate"),
+    "stage.answers": ("policy", "files", "corpus"),
+    "stage.trains": ("policy", "reward_model", "nothing"),
     "model.init": ("pretrained", "random"),
     "model.dtype": ("float32", "bfloat16"),
     "data.kind": ("arithmetic", "reasoning_gym", "files", "corpus"),

@@ -66,7 +66,7 @@ def validate(cfg: Config) -> None:
     _check_data(cfg)
     _check_batches(cfg)
     _check_reward_model(cfg)
-    if cfg.stage == "rl":
+    if cfg.stage.evaluates:
         _check_algorithm(cfg)
     if cfg.generates:
         _check_sampling(cfg)
@@ -83,7 +83,7 @@ def _check_model(cfg: Config) -> None:
                 "expected a Hugging Face model directory with a config.json",
                 "Give a path that exists, or a hub id.",
             )
-    if cfg.stage == "pretrain" and cfg.data.kind != "corpus":
+    if cfg.stage.answers == "corpus" and cfg.data.kind != "corpus":
         raise ConfigError(
             "data.kind", cfg.data.kind, "stage=pretrain reads a corpus", "Set data=corpus."
         )
@@ -265,7 +265,7 @@ def _check_sampling(cfg: Config) -> None:
 
 def _check_models(cfg: Config) -> None:
     from reward_service.models.meaning import NEW, meaning
-    from reward_service.rules.rules import RULES
+    from reward_service.rules.registry import RULES
 
     for name, settings in cfg.reward.models.items():
         key = f"reward.models.{name}"
@@ -320,7 +320,7 @@ def _check_models(cfg: Config) -> None:
 def _check_reward_model(cfg: Config) -> None:
     from reward_service.models.meaning import NEW, config_of, head_of
 
-    rm, rl = cfg.reward_model, cfg.stage == "rl"
+    rm, rl = cfg.reward_model, cfg.stage.evaluates
     for key in ("heldout_share", "replay"):
         if getattr(rm, key) >= 1:
             raise ConfigError(f"reward_model.{key}", getattr(rm, key), "expected a share below 1")
@@ -338,7 +338,7 @@ def _check_reward_model(cfg: Config) -> None:
             rm.refresh,
             f"expected one of reward.models: {', '.join(cfg.reward.models) or 'there is none'}",
         )
-    if not (rm.refresh or cfg.stage in ("reward_model", "annotate")):
+    if not (rm.refresh or not cfg.stage.evaluates and cfg.stage.answers != "corpus"):
         return
     if rm.kind == "process" and rm.loss == "pairwise":
         raise ConfigError(
@@ -379,7 +379,7 @@ def _check_reward_model(cfg: Config) -> None:
                 "expected a file or folder of labelled answers (Parquet or "
                 "JSON lines; docs/rewards.md)",
             )
-    if cfg.stage == "annotate" and not cfg.data.steps:
+    if cfg.stage.trains == "nothing" and not cfg.data.steps:
         raise ConfigError(
             "data.steps",
             "",
@@ -416,7 +416,7 @@ def _check_reward(cfg: Config) -> None:
         raise ConfigError(
             "reward.rules", cfg.reward.rules, "expected at least one rule with a weight"
         )
-    from reward_service.rules.rules import RULES  # as light as this module
+    from reward_service.rules.registry import RULES  # as light as this module
 
     known = sorted({*RULES, *(cfg.reward.options.get("custom") or {}), *cfg.reward.models})
     unknown = [name for name in cfg.reward.rules if name not in known]

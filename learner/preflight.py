@@ -45,8 +45,8 @@ class Preflight:
 
     def settings(self) -> str:
         cfg, r = self.cfg, self.cfg.rollout
-        if cfg.stage != "rl":
-            return f"stage={cfg.stage}, {cfg.steps} steps"
+        if not cfg.stage.evaluates:
+            return f"stage={cfg.stage.name}, {cfg.steps} steps"
         parts.check(cfg.algorithm)
         each = cfg.samples_per_step // cfg.learner.updates_per_batch
         return (
@@ -339,8 +339,8 @@ def probe_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
     Scored as in training, by a killable worker. Raises PreflightError where statuses would stop the run, where no right
     answer is judged right, or where the wrong one is."""
     from reward_service.combine import rule_weights
-    from reward_service.pool import RewardPool
-    from reward_service.rules.rules import RewardItem
+    from reward_service.processes import RewardPool
+    from reward_service.rules.item import RewardItem
 
     reward = {
         "rules": rule_weights(cfg.reward.rules, cfg.reward.models),

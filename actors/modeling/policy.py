@@ -24,8 +24,8 @@ class Policy(nn.Module):
     """A causal language model whose forward pass gives log-probs of chosen tokens.
 
     `model`: a Hugging Face causal LM. `chunk`: how many rows of the [tokens, vocabulary] matrix of
-    logits exist at once, in the forward and in the backward pass. Raises ModelError for a model that
-    rescales its logits.
+    logits exist at once, in the forward and in the backward pass. Raises ModelError for a model
+    that rescales its logits.
     """
 
     def __init__(self, model: nn.Module, chunk: int) -> None:
@@ -55,8 +55,8 @@ class Policy(nn.Module):
         distribution that the tokens were sampled from.
         Entropy: float32 [M] in nats if `entropy`, else None. It carries a gradient only with
         `entropy_grad`.
-        With `full` the log-probs are those of the whole vocabulary, [M, V], and entropy is None. They
-        are computed in one chunk, so ask for few tokens.
+        With `full` the log-probs are those of the whole vocabulary, [M, V], and entropy is None.
+        They are computed in one chunk, so ask for few tokens.
         """
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state[rows, columns - 1]

@@ -23,8 +23,8 @@ from actors.records import REFERENCE, ROLLOUT, GroupMeta
 from conf.schema import Config
 from learner.algorithms.assemble import Scores, assemble
 from learner.engine.group import LearnerGroup
-from learner.engine.rank import UpdateJob
-from tests.flow.engines import WAIT_S
+from learner.engine.job import UpdateJob
+from tests.flow.engines import WAIT_S, GradientRank
 
 GROUPS, SIZE, BETA, RATE = 4, 4, 0.04, 0.05
 # (ranks, ZeRO stage). On one rank ZeRO has nothing to split, so those setups are slow repeats.
@@ -205,7 +205,7 @@ def learner(
     cluster: None, model_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[LearnerGroup]:
     """Started once a setup. Of its tests only the last one changes the weights."""
-    group = LearnerGroup(make_config(model_path, *request.param))
+    group = LearnerGroup(make_config(model_path, *request.param), GradientRank)
     group.start()
     yield group
     group.stop()

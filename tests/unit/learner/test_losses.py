@@ -265,7 +265,7 @@ def test_grpo_without_std_and_length_terms_is_dr_grpo():
     rng, groups, valid = np.random.default_rng(0), np.repeat([1, 2], 4), np.ones(8, bool)
     rewards = rng.random(8)
     np.testing.assert_array_equal(
-        advantages.grpo(rewards, groups, valid, std_normalise=False),
+        advantages.compute(AlgorithmConfig(std_normalise=False), rewards, groups, valid),
         advantages.dr_grpo(rewards, groups, valid),
     )
     lengths = rng.integers(1, 9, 8)
