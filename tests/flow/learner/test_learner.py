@@ -248,8 +248,8 @@ def test_gradient_is_that_of_the_formula_for_every_split(
     away = {name: distance(g, reference_gradient) for name, g in gradients.items()}
     between = max(distance(g, gradients["whole"]) for g in gradients.values())
     print(
-        f"gradient, relative: from float64 {max(away.values()):.2g}, between budgets {between:.2g}; "
-        f"{counts}"
+        f"gradient, relative: from float64 {max(away.values()):.2g}, between budgets "
+        f"{between:.2g}; {counts}"
     )
     assert max(away.values()) < 1e-5 and between < 1e-5
     # Not only in the sum: each parameter on its own.
