@@ -15,8 +15,8 @@ from learner.checkpoints import checkpoint, saved_settings
 class Launch:
     """What is known before any actor of a stage starts.
 
-    `started`: time.monotonic() when the program began. `saved`: the verified folder of the checkpoint
-    to resume from, or None.
+    `started`: time.monotonic() when the program began. `saved`: the verified folder of the
+    checkpoint to resume from, or None.
     """
 
     cfg: Config  # as the user gave it

@@ -40,8 +40,8 @@ def find(cfg: Config, run_dir: Path, store: Store) -> Path | None:
     found = source.fetch(name) if name else source.newest(tell_refusal)
     if found is None and (cfg.resume != "auto" or store.steps()):
         raise CheckpointError(
-            f"resume={cfg.resume}: no usable checkpoint in {source.address}. Give another run_dir to "
-            "start anew."
+            f"resume={cfg.resume}: no usable checkpoint in {source.address}. Give another run_dir "
+            "to start anew."
         )
     if found:
         saved = json.loads((found / checkpoint.STATE).read_text())["config"]

@@ -1,6 +1,7 @@
 """The ranks that train one reward model: one optimizer step, all steps, and how good the model is.
 
-Labelled answers are tables in the object store; the driver holds scalars alone (DESIGN invariant 8).
+Labelled answers are tables in the object store; the driver holds scalars alone (DESIGN invariant
+8).
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def sample_answers(
 
 
 def from_files(cfg: Config, run_dir: Path, policy: PolicyFiles) -> tuple[Answers, Answers]:
-    """(to train on, held out): of reward_model.path, and of heldout_path or a share of its prompts."""
+    """(to train on, held out): reward_model.path, and heldout_path or a share of its prompts."""
     rm = cfg.reward_model
     whole = load_answers(rm.path, policy.tokenizer, cfg)
     if rm.heldout_path:

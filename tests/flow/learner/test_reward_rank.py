@@ -1,5 +1,6 @@
-"""Reward models on the DeepSpeed learner: one optimizer step against a float64 autograd reference written from the
-formulas, for any ranks, ZeRO stage and micro-batch size; scores; and the saved directory in plain transformers."""
+"""Reward models on the DeepSpeed learner: one optimizer step against a float64 autograd reference
+written from the formulas, for any ranks, ZeRO stage and micro-batch size; scores; and the saved
+directory in plain transformers."""
 
 from __future__ import annotations
 
@@ -214,7 +215,8 @@ def test_pairs_and_the_saved_directory(
     tmp_path: Path,
     head: str,
 ) -> None:
-    """Of the implicit head that is DPO: -log sigma(beta (log-ratio of the better - log-ratio of the worse))."""
+    """Of the implicit head that is DPO: -log sigma(beta (log-ratio of the better - log-ratio of the
+    worse))."""
     from actors.modeling.loading import load_tokenizer
 
     cfg = settings(
