@@ -27,7 +27,7 @@ from actors.data.stream import PromptStream
 from cluster.monitoring.progress import duration
 from cluster.stopping import RunError
 from conf.schema import Config
-from learner.checkpoints import checkpoint
+from learner.checkpoints import saved_settings
 from learner.launch import Launch
 from learner.stage import Run, Stage, open_log, plain_progress
 from learner.stages.annotator import Annotator
@@ -171,11 +171,11 @@ def begin(cfg: Config, folder: Path) -> None:
             raise RunError(
                 f"{folder}: holds annotations already. Give another run_dir, or go on: resume=auto."
             )
-        checkpoint.check_config(cfg, json.loads(there.read_text()), str(folder))
+        saved_settings.check_config(cfg, json.loads(there.read_text()), str(folder))
         return
     folder.mkdir(parents=True, exist_ok=True)
     beside = there.with_suffix(".partial")
-    beside.write_text(json.dumps(checkpoint.as_dict(cfg), indent=1))
+    beside.write_text(json.dumps(saved_settings.as_dict(cfg), indent=1))
     beside.rename(there)
 
 
