@@ -51,7 +51,7 @@ def validate(cfg: Config) -> None:
             "expected one of never, auto, or the folder of a run or a checkpoint",
         )
     if cfg.checkpoint.keep_best:
-        from learner.checkpoints.checkpoint import check_best
+        from learner.checkpoints.retention import check_best
 
         check_best(cfg)
     if cfg.cluster.resources:

@@ -47,9 +47,11 @@ FILLER = TokenSequence(np.zeros(2, np.int64), 1, np.ones(1, np.int64))
 class PackedBatch:
     """Sequences as one right-padded tensor, and where it is read. M is the sum of `counts`.
 
-    ids: int64 [B, T], padded with 0. begins: int64 [B], index of the first completion token.
+    ids: int64 [B, T], padded with 0.
+    begins: int64 [B], index of the first completion token.
     rows, columns: int64 [M], so that `ids[rows, columns]` are the tokens that are read, sequence by
-    sequence. counts: how many of them belong to each sequence.
+    sequence.
+    counts: how many of them belong to each sequence.
     """
 
     ids: Tensor
@@ -108,9 +110,10 @@ def run_packed(
 ) -> list[np.ndarray]:
     """Run a model over micro-batches without gradient; return its output [K] for each sequence.
 
-    forward: gives the output [M] of a PackedBatch. micro_batches: int [N], the micro-batch of each
-    sequence. count: how many micro-batches to run if more than the sequences have; the others run
-    FILLER. before: called before each micro-batch.
+    forward: gives the output [M] of a PackedBatch.
+    micro_batches: int [N], the micro-batch of each sequence.
+    count: how many micro-batches to run if more than the sequences have; the others run FILLER.
+    before: called before each micro-batch.
     """
     outputs: list[Any] = [None] * len(sequences)
     with torch.no_grad():

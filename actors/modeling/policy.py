@@ -50,7 +50,9 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return (log-probs, entropy) of the tokens `ids[rows, columns]` given what precedes them.
 
-        ids: int64 [B, T], right-padded. rows, columns: int64 [M] with columns >= 1.
+        ids: int64 [B, T], right-padded.
+        rows, columns: int64 [M] with columns >= 1.
+
         Log-probs: float32 [M]. Logits are first divided by `temperature`, which gives the
         distribution that the tokens were sampled from.
         Entropy: float32 [M] in nats if `entropy`, else None. It carries a gradient only with

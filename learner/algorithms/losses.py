@@ -161,9 +161,14 @@ def policy_loss(
     tis = min(pi_old / pi_behaviour, tis_cap) carries no gradient. It corrects for a generator whose
     probabilities differ from the learner's (truncated importance sampling, Yao et al. 2025).
 
-    cfg: AlgorithmConfig. logprobs: [B, T], requires grad. old_logprobs: [B, T]; None stands for the
-    policy itself, detached. advantages: [B] or [B, T]. weights: [B] from `sample_weights`.
-    mask: [B, T], 1 for tokens that count. ref_logprobs, entropy, behaviour_logprobs: [B, T].
+    cfg: AlgorithmConfig.
+    logprobs: [B, T], requires grad.
+    old_logprobs: [B, T]; None stands for the policy itself, detached.
+    advantages: [B] or [B, T].
+    weights: [B] from `sample_weights`.
+    mask: [B, T], 1 for tokens that count.
+    ref_logprobs, entropy, behaviour_logprobs: [B, T].
+
     Each row holds one whole answer. Values under mask 0 and in rows of weight 0 may be anything,
     even NaN; they enter neither the loss nor a statistic.
 
@@ -244,8 +249,9 @@ def value_loss(
 def pointwise_reward(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
     """Return sum_m w_m BCE(sigmoid(s_m), y_m), a reward model's loss, and its statistics.
 
-    logits: [M], one for each answer or for each step. labels: [M] in [0, 1], which may be soft
-    (Math-Shepherd, 2312.08935, eq. 2). weights: [M], for the whole optimizer step.
+    logits: [M], one for each answer or for each step.
+    labels: [M] in [0, 1], which may be soft (Math-Shepherd, 2312.08935, eq. 2).
+    weights: [M], for the whole optimizer step.
     """
     loss = torch.nn.functional.binary_cross_entropy_with_logits(
         logits, labels.to(logits.dtype), reduction="none"

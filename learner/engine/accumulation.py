@@ -20,9 +20,10 @@ def accumulate(
     """Accumulate the gradient of `count` micro-batches; return whether every rank's loss was
     finite.
 
-    engine: the DeepSpeed engine. loss(m): the loss of micro-batch m, its statistics, and whether it
-    is a filler that only keeps this rank's collectives in step with the others. The statistics of a
-    filler are not merged into `stats`.
+    engine: the DeepSpeed engine.
+    loss(m): the loss of micro-batch m, its statistics, and whether it is a filler that only keeps
+    this rank's collectives in step with the others.
+    stats: the statistics are merged into it, except those of a filler.
     """
     world, finite = torch.distributed.get_world_size(), torch.ones(1, device=engine.device)
     for m in range(count):

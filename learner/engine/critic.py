@@ -42,7 +42,8 @@ class ValueModel(nn.Module):
     def forward(self, ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the value of the state before each token `ids[rows, columns]`, float32 [M].
 
-        ids: int64 [B, T], right-padded. rows, columns: int64 [M] with columns >= 1.
+        ids: int64 [B, T], right-padded.
+        rows, columns: int64 [M] with columns >= 1.
         """
         hidden = self.decoder(input_ids=ids, use_cache=False).last_hidden_state[rows, columns - 1]
         return self.head(hidden)[:, 0].float()
@@ -51,7 +52,8 @@ class ValueModel(nn.Module):
 class Critic:
     """One rank's share of the critic.
 
-    cfg: conf.schema.Config. saved: a checkpoint's critic.safetensors, or None for a new critic.
+    cfg: conf.schema.Config.
+    saved: a checkpoint's critic.safetensors, or None for a new critic.
     """
 
     def __init__(self, cfg: Any, device: Any, saved: Path | None) -> None:
@@ -81,9 +83,12 @@ class Critic:
     ) -> Stat:
         """Set the value targets of this rank's samples: GAE with value_lam over the whole batch.
 
-        samples: of this rank. rewards: float64 [N]; valid: bool [N]; kl, values: N arrays [K], of
-        the whole batch in the plan's order. Returns the explained variance of the values over the
-        valid samples of the whole batch, the same on every rank.
+        samples: of this rank.
+        rewards, valid: float64 [N] and bool [N], of the whole batch in the plan's order.
+        kl, values: lists of N float64 [K], likewise.
+
+        Returns the explained variance of the values over the valid samples of the whole batch,
+        which is the same on every rank.
         """
         a = self.cfg.algorithm
         kl_in_reward = kl if a.kl_placement == "reward" and a.beta > 0 else None

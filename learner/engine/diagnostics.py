@@ -24,7 +24,8 @@ class ExactKL:
 
     It is what the estimators of learner/algorithms/kl.py estimate, and is logged as `kl_exact`.
 
-    table: object reference of a ROLLOUT batch. row: the completion's row in it.
+    table: object reference of a ROLLOUT batch.
+    row: the completion's row in it.
     distributions: object reference of the reference's log-probs at the first K completion tokens,
     float32 [K, V] (Reference.distributions).
     """
@@ -61,9 +62,10 @@ def diagnostics_for(
 ) -> tuple[Diagnostic, ...]:
     """Return the diagnostics of one update that the settings ask for.
 
-    cfg: conf.schema.Config. reference: the ReferencePool, which computes the distributions for the
-    exact KL of the first completion in `plan`. tables: references of ROLLOUT batches, as in
-    UpdateJob.
+    cfg: conf.schema.Config.
+    reference: the ReferencePool, which computes the distributions for the exact KL of the first
+    completion in `plan`.
+    tables: references of ROLLOUT batches, as in UpdateJob.
     """
     tokens = cfg.algorithm.exact_kl_tokens
     if not tokens:

@@ -32,7 +32,8 @@ class UpdateJob:
     version: of the policy that the update starts from.
     tables, references: object references of ROLLOUT and REFERENCE batches, index-aligned.
     References are None for an algorithm without a reference policy, and for groups that are not
-    trained on. plan: records.PLAN. It names the rows of the tables, and their weights and places.
+    trained on.
+    plan: records.PLAN. It names the rows of the tables, and their weights and places.
     micro_batches[u]: how many micro-batches each rank runs in optimizer step u.
     learning_rates[u]: of optimizer step u.
     temperature: at which the completions were sampled.

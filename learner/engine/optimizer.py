@@ -30,8 +30,9 @@ def build_engine(
 ) -> tuple[Any, SkippableAdamW]:
     """Return (DeepSpeed engine, optimizer) of a module; the process group must exist.
 
-    cfg: conf.schema.Config. saved: a file that learner.engine.tensors.save wrote, whose weights and
-    optimizer state are loaded; None to start afresh.
+    cfg: conf.schema.Config.
+    saved: a file that learner.engine.tensors.save wrote, whose weights and optimizer state are
+    loaded; None to start afresh.
     """
     import deepspeed
 

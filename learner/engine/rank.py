@@ -28,10 +28,8 @@ from learner.engine.job import UpdateJob
 if TYPE_CHECKING:
     from learner.engine.samples import Sample
 
-PROBE_SEQUENCES, PROBE_TOKENS = (
-    4,
-    64,
-)  # how many trained sequences probe new weights, and their length
+# New weights are probed with the first tokens of some of the sequences that were trained on.
+PROBE_SEQUENCES, PROBE_TOKENS = 4, 64
 
 
 class LearnerRank:
@@ -337,7 +335,8 @@ class LearnerRank:
 
         limit: bytes of a bucket. Rank 0 returns {"buckets": list of Bucket, "probe": Probe}, the
         others None. The probe is made of `probe_ids`, or of the heads of some of the samples that
-        were trained on last. tolerance: how far a generator's log-probs may be from the probe's.
+        were trained on last.
+        tolerance: how far a generator's log-probs may be from the probe's.
         """
         import torch
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from actors.records import ragged
 from cluster.monitoring.stat import Accumulator, Stat
-from learner.algorithms.reward_training import RewardJob
+from learner.algorithms.reward_batches import RewardJob
 from learner.engine.rank import LearnerRank
 from reward_service.models.meaning import KEY, Meaning
 
@@ -50,8 +50,8 @@ class LabelledBatch:
 def settings(cfg: Any, path: str) -> Any:
     """Return the configuration of ranks that train a reward model, made from the run's.
 
-    cfg: conf.schema.Config. path: the model that training starts from, a causal LM or a reward
-    model.
+    cfg: conf.schema.Config.
+    path: the model that training starts from, a causal LM or a reward model.
     """
     model = dataclasses.replace(cfg.model, path=path, init="pretrained", gguf_file="", tokenizer="")
     return dataclasses.replace(

@@ -18,8 +18,7 @@ from cluster.monitoring.stat import Stat
 
 @dataclass
 class Sample:
-    """One completion with its prompt. Per-token arrays are [K], one entry for each completion
-    token.
+    """One completion with its prompt. Per-token arrays are [K], one entry per completion token.
 
     The optional fields are None where the algorithm does not need them, or until they are computed.
     """
@@ -112,8 +111,9 @@ def read_samples(
 ) -> list[Sample]:
     """Return the samples that the plan assigns to `rank`, in the plan's order.
 
-    tables: ROLLOUT batches by their index in the plan. references: REFERENCE batches by the same
-    index; empty for an algorithm without a reference policy. Raises RecordError.
+    tables: ROLLOUT batches by their index in the plan.
+    references: REFERENCE batches by the same index; empty for an algorithm without a reference
+    policy. Raises RecordError.
     """
     names = ("prompt_ids", "completion_ids", "behaviour_logprobs", "versions")
     columns = {t: {n: ragged(b.column(n)) for n in names} for t, b in tables.items()}

@@ -1,4 +1,4 @@
-"""Labels for the steps of the policy's answers to some prompts, from completions of their prefixes."""
+"""Labels for the steps of the policy's answers, from completions of their prefixes."""
 
 from __future__ import annotations
 

@@ -59,7 +59,10 @@ class GroupQueue:
         return [group_id for group_id, _ in groups]
 
     def wait(self) -> list[int]:
-        """Wait until at least one group is generated; send it to its rewards. Returns the new ids."""
+        """Wait until at least one group is generated; send it to its rewards.
+
+        Returns the new ids.
+        """
         new = []
         for group in self.dispatcher.finished():
             self.rewards.submit(group)

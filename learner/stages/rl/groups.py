@@ -1,7 +1,7 @@
 """From prompts to scored groups: admitting prompts, collecting what is generated, and its rewards.
 
-Which groups exist and how far each has come is State (`ledger`, `waiting`); the object references of
-what is being generated or waits to be trained on are in the run's GroupQueue.
+Which groups exist and how far each has come is State (`ledger`, `waiting`); the object references
+of what is being generated or waits to be trained on are in the run's GroupQueue.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def draw(run: RLRun, state: State, clock: Clock) -> Batch:
 def admit(run: RLRun, state: State, needed: int, drawn: int = 0) -> None:
     """Admit as many prompts as can still be trained on within rollout.max_staleness versions.
 
-    At least those of the `needed` next groups are admitted that are not on their way. `drawn`: groups
-    of this step that are here already. The bound is derived in actors/staleness.py.
+    At least those of the `needed` next groups are admitted that are not on their way. `drawn`:
+    groups of this step that are here already. The bound is derived in actors/staleness.py.
     """
     r = run.cfg.rollout
     waiting = state.ledger.waiting - drawn

@@ -1,4 +1,5 @@
-"""Reinforcement learning, SFT and DPO: the stage that trains the policy. `step` is one turn of the loop.
+"""Reinforcement learning, SFT and DPO: the stage that trains the policy. `step` is one turn of the
+loop.
 
 prompts -> rollouts -> rewards -> advantages -> loss -> weights -> (back to rollouts)
 """
