@@ -26,11 +26,11 @@ class Reading:
     """What was read from one text.
 
     `key` is the text itself, normalised for comparison as text. `value` is a value of
-    reward_service/math/value.py, or None with the reason in `problem`. `tokens_text` describes the tokens
-    that were read. `words` are the words beside the value, and `hedges` those of them that qualify
-    it ("about"). `percent` says whether a percent sign was read. `unit_letter` is the reading of
-    the same text with its last letter taken as a unit ("5 m"), and `spaced_letter` says whether
-    white space stands before that letter.
+    reward_service/math/value.py, or None with the reason in `problem`. `tokens_text` is the text of
+    the tokens that were read. `words` are the words beside the value, and `hedges` those of them
+    that qualify it ("about"). `percent` says whether a percent sign was read. `unit_letter` is the
+    reading of the same text with its last letter taken as a unit ("5 m"), and `spaced_letter` says
+    whether white space stands before that letter.
     """
 
     key: str
