@@ -22,7 +22,8 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-STATUSES = ("ok", "error", "timeout", "ungradable")
+from cluster.monitoring.vocabulary import STATUSES
+
 FINISH_REASONS = ("stop", "length")
 # Bytes of one element, by the name of a torch dtype (this module does not import torch).
 DTYPE_BYTES = {

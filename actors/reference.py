@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import ray
 from actors.records import REFERENCE, ROLLOUT, Bucket, conform, list_lengths, ragged
 from cluster import placement
 from cluster.environment import process_env
+from cluster.supervision.pool import Pool
 from cluster.supervision.remote import get
 from cluster.supervision.supervisor import Supervised, ping, pingable
 
@@ -159,27 +161,45 @@ class Reference:
         return found
 
 
-class ReferencePool:
-    """Spreads groups over the actors. One that dies or hangs is replaced, and its work given out again.
+@dataclass(frozen=True)
+class Job:
+    """A call of a Reference actor's method. Of its `results` the first is small, and is fetched to
+    see that the call is done; the others stay in the object store."""
+
+    member: int
+    method: str
+    arguments: tuple[Any, ...]
+    results: int = 1
+
+    def send(self, actor: Any) -> Any:
+        """Call the method; returns the reference of the only result, or a list of references."""
+        method = getattr(actor, self.method).options(num_returns=self.results)
+        return method.remote(*self.arguments)
+
+
+class ReferencePool(Pool):
+    """The reference actors, over which groups are spread evenly.
 
     `run_dir` holds a copy of the weights of the last reset, from which a new actor starts."""
 
     def __init__(self, cfg: Any, run_dir: Path) -> None:
         self.cfg, self.copy = cfg, run_dir / "reference.safetensors"
-        self.is_reset = False
-        self.members = [
-            Supervised(
-                f"reference-{i}",
-                partial(self._create, i),
-                cfg.cluster,
-                "cluster.restarts",
-                cfg.cluster.restarts,
-                cfg.reference.timeout_s,
-                HINT,
-                ping,
-            )
-            for i in range(cfg.reference.count)
-        ]
+        self.is_reset = False  # whether the reference is another policy than the initial model
+        super().__init__(
+            [
+                Supervised(
+                    f"reference-{i}",
+                    partial(self._create, i),
+                    cfg.cluster,
+                    "cluster.restarts",
+                    cfg.cluster.restarts,
+                    cfg.reference.timeout_s,
+                    HINT,
+                    ping,
+                )
+                for i in range(cfg.reference.count)
+            ]
+        )
 
     def _create(self, index: int, suffix: str) -> list[Any]:
         r = self.cfg.reference
@@ -194,73 +214,56 @@ class ReferencePool:
             .remote(index, self.cfg)
         ]
 
-    @property
-    def restarts(self) -> int:
-        return sum(m.health.restarts for m in self.members)
-
-    def start(self) -> None:
-        """Until each has its model."""
-        for member in self.members:
-            member.start()
-
-    def logprobs(self, tables: list[Any]) -> list[Any]:
-        """References of REFERENCE batches, one for each ROLLOUT reference in `tables`, once all exist."""
-        parts = [p for p in np.array_split(np.arange(len(tables)), len(self.members)) if len(p)]
-        jobs = [
-            (i, "logprobs", [tables[j] for j in part], 1 + len(part))
-            for i, part in enumerate(parts)
-        ]
-        return [ref for refs in self._all(jobs) for ref in refs[1:]]
-
-    def distributions(self, table: Any, row: int, tokens: int) -> Any:
-        """A reference of what Reference.distributions finds, once it exists."""
-        return self._all([(0, "distributions", table, row, tokens, 2)])[0][1]
-
-    def save(self, file: str) -> None:
-        self._all([(0, "save", file, 1)])
-
-    def restore(self, file: str | None) -> None:
-        """Every actor reads what `save` wrote; None: the initial model."""
-        self._all([(i, "restore", file, 1) for i in range(len(self.members))])
-        self.is_reset = file is not None
-        if file:
-            self.save(str(self.copy))
-
-    def load(self, buckets: list[Bucket]) -> None:
-        """Every actor becomes the policy of these buckets (reference reset)."""
-        self._all([(i, "load", buckets, 1) for i in range(len(self.members))])
-        self.save(str(self.copy))
-        self.is_reset = True
-
-    def _all(self, jobs: list[tuple[Any, ...]]) -> list[list[Any]]:
-        """Do jobs (actor, method, arguments ..., number of results) side by side; the references of their results, of
-        which the first, a small one, is fetched to see that the job is done."""
-        sent = [self._send(job) for job in jobs]
-        for n, job in enumerate(jobs):
-            member, operation = self.members[job[0]], f"reference-{job[0]}: {job[1]}"
-            while True:
-                try:
-                    member.wait(sent[n][0], self.cfg.reference.timeout_s, operation)
-                    break
-                except Exception as error:  # noqa: BLE001 - classified
-                    member.replace(error, partial(self._catch_up, member))
-                    sent[n] = self._send(job)
-        return sent
-
-    def _send(self, job: tuple[Any, ...]) -> list[Any]:
-        index, method, *arguments, results = job
-        found = (
-            getattr(self.members[index].actor, method)
-            .options(num_returns=results)
-            .remote(*arguments)
-        )
-        return found if isinstance(found, list) else [found]
-
-    def _catch_up(self, member: Supervised) -> None:
+    def catch_up(self, index: int) -> None:
+        """Give a new actor the weights of the last reset, if there was one."""
         if self.is_reset:
+            member = self.members[index]
             get(
                 member.actor.restore.remote(str(self.copy)),
                 self.cfg.reference.timeout_s,
                 f"{member.name}: restore",
                 HINT,
             )
+
+    def logprobs(self, tables: list[Any]) -> list[Any]:
+        """Return the reference of a REFERENCE batch for each ROLLOUT reference in `tables`, once
+        all batches exist."""
+        parts = [p for p in np.array_split(np.arange(len(tables)), len(self.members)) if len(p)]
+        jobs = [
+            Job(i, "logprobs", ([tables[j] for j in part],), 1 + len(part))
+            for i, part in enumerate(parts)
+        ]
+        return [ref for refs in self._run(jobs) for ref in refs[1:]]
+
+    def distributions(self, table: Any, row: int, tokens: int) -> Any:
+        """Return the reference of the log-probs that Reference.distributions computes, once they
+        exist."""
+        return self._run([Job(0, "distributions", (table, row, tokens), 2)])[0][1]
+
+    def save(self, file: str) -> None:
+        """Write the weights as safetensors."""
+        self._run([Job(0, "save", (file,))])
+
+    def restore(self, file: str | None) -> None:
+        """Let every actor read what `save` wrote, or become the initial model again (None)."""
+        self._run([Job(i, "restore", (file,)) for i in range(len(self.members))])
+        self.is_reset = file is not None
+        if file:
+            self.save(str(self.copy))
+
+    def load(self, buckets: list[Bucket]) -> None:
+        """Let every actor become the policy of these buckets (reference reset)."""
+        self._run([Job(i, "load", (buckets,)) for i in range(len(self.members))])
+        self.save(str(self.copy))
+        self.is_reset = True
+
+    def _run(self, jobs: list[Job]) -> list[list[Any]]:
+        """Do all jobs at once; returns the references of their results, once all are done."""
+        try:
+            works = [self.give(n, job.member, job.send) for n, job in enumerate(jobs)]
+            for n, job in enumerate(jobs):
+                operation = f"reference-{job.member}: {job.method}"
+                self.collect(n, self.cfg.reference.timeout_s, operation)
+        finally:
+            self.forget()  # after an error the caller starts over, so no job may be repeated
+        return [work.refs for work in works]

@@ -1,7 +1,7 @@
-"""Dispatching groups to generators, collecting them, and bringing a dead generator back.
+"""The generator actors, and the dispatcher that gives groups to them and collects the results.
 
-The pool owns the generator actors. A group whose generator died, or that is past its deadline, is given out again:
-its seeds are part of the request, so the same completions come back whoever serves it.
+A group whose generator died or hung, or whose deadline passed, is given out again. Its seeds are
+part of the request, so every generator returns the same completions for it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cluster import placement
 from cluster.environment import generator_env
 from cluster.supervision import failures
 from cluster.supervision.health import PROBES
+from cluster.supervision.pool import Pool
 from cluster.supervision.remote import DeadlineExceeded
 from cluster.supervision.supervisor import Supervised, tell
 
@@ -30,7 +31,7 @@ HINT = "the generator's log in the session's logs folder of Ray"
 
 @dataclass
 class Group:
-    """One finished group: its prompt, its scalars, and a reference of its ROLLOUT batch."""
+    """One finished group: its prompt, its scalars, and the reference of its ROLLOUT batch."""
 
     prompt: Prompt
     meta: GroupMeta
@@ -38,49 +39,56 @@ class Group:
 
 
 @dataclass
-class _Ticket:
+class Ticket:
+    """A group that is being generated."""
+
     prompt: Prompt
     request: GroupRequest
-    generator: int
-    deadline: float = 0.0
-    actor: Any = None  # that serves it: another one once its generator was replaced
+    generator: int  # index of the generator that has it
+    deadline: float = 0.0  # monotonic seconds
+    actor: Any = None  # the process that has it: no longer the generator's, once that was replaced
     meta_ref: Any = None
     table_ref: Any = None
 
 
-class GeneratorPool:
-    """`model_path`: a Hugging Face directory; `stop_token_ids` end a completion; `max_length`: context, in tokens."""
+class GeneratorPool(Pool):
+    """The generators, all of which hold the weights that were published last.
+
+    A generator that is lost with its node is benched where no other node has room for it: the
+    others go on without it, and the next `sync` for which there is room brings it back.
+
+    model_path: a Hugging Face directory. stop_token_ids: tokens that end a completion. max_length:
+    tokens of prompt and completion together."""
 
     def __init__(
         self, cfg: Any, model_path: str, stop_token_ids: list[int], max_length: int
     ) -> None:
-        self.cfg, self.stop = cfg, stop_token_ids
+        self.cfg, self.stop_ids = cfg, stop_token_ids
         self.args = engine_args(
             cfg.generator, model_path, cfg.model.dtype, max_length, cfg.generator.gpus > 0
         )
         self.published: Published | None = None
-        self.epoch = 0  # of GroupRequest
-        self.look_s = (
-            cfg.cluster.probe_timeout_s / PROBES
-        )  # between looks at the pings while nothing finishes
+        self.epoch = 0  # of GroupRequest; `abandon` begins a new one
+        # How often to look at the pings while no group finishes.
+        self.look_s = cfg.cluster.probe_timeout_s / PROBES
+        self.benched: dict[int, Exception] = {}  # by index: why the generator was lost
         g = cfg.generator
-        self.members = [
-            Supervised(
-                f"generator-{i}",
-                partial(self._create, i),
-                cfg.cluster,
-                "generator.restarts",
-                g.restarts,
-                g.start_timeout_s,
-                HINT,
-                lambda actor: actor.ping.remote(),
-                partial(self._homeless, i),
-            )
-            for i in range(g.count)
-        ]
-        self.benched: dict[
-            int, Exception
-        ] = {}  # lost with its node, and no other has room: why it was lost
+        super().__init__(
+            [
+                Supervised(
+                    f"generator-{i}",
+                    partial(self._create, i),
+                    cfg.cluster,
+                    "generator.restarts",
+                    g.restarts,
+                    g.start_timeout_s,
+                    HINT,
+                    lambda actor: actor.ping.remote(),
+                    partial(self._homeless, i),
+                )
+                for i in range(g.count)
+            ]
+        )
 
     def _create(self, index: int, suffix: str) -> list[Any]:
         g = self.cfg.generator
@@ -96,106 +104,87 @@ class GeneratorPool:
         return [
             ray.remote(Generator)
             .options(**options)
-            .remote(f"generator-{index}", self.args, self.stop)
+            .remote(f"generator-{index}", self.args, self.stop_ids)
         ]
 
     def _homeless(self, index: int) -> bool:
+        """Return whether a node is missing and other generators can go on without this one."""
         return not placement.whole() and any(i != index for i in self.serving)
 
     @property
     def serving(self) -> list[int]:
-        """Those that work is given to."""
+        """Indices of the generators that get work: all that are not benched."""
         return [i for i in range(len(self.members)) if i not in self.benched]
 
     @property
     def actors(self) -> list[Any]:
+        """The present actor of each generator."""
         return [m.actor for m in self.members]
 
-    @property
-    def restarts(self) -> int:
-        return sum(m.health.restarts for m in self.members)
-
-    def start(self) -> None:
-        """Until every engine answers."""
-        for member in self.members:
-            member.start()
-
     def sync(self, published: Published) -> dict[str, float]:
-        """Every generator loads and proves `published`; returns the worst of each figure over the generators.
+        """Let every generator load and prove `published`; returns the largest of each figure over
+        the generators.
 
-        Raises LearnerLost where the learner died and took the weights along."""
+        Raises LearnerLost where the learner died, and the weights with it."""
         self.published = published
-        refs = {i: self._load(i) for i in self.serving}
-        found = []
+        refs = {i: self._send_weights(i) for i in self.serving}
+        figures = []
         for index in list(self.benched) if placement.whole() else ():
             tell(f"{self.members[index].name}: a node has room for it")
-            found.append(self.revive(index, self.benched.pop(index)))
+            figures.append(self.replace(index, self.benched.pop(index)))
         for index, ref in refs.items():
-            try:
-                found.append(self._proved(index, ref))
-            except Exception as error:  # noqa: BLE001 - classified
-                found.append(self.revive(index, error))
-            if (
-                self.members[index].health.state == "stale"
-            ):  # it was replaced while the learner was gone
-                self.members[index].health.move("healthy")
-        return {k: max(f[k] for f in found if f) for k in next(f for f in found if f)}
+            timeout_s, operation = self.cfg.generator.sync_timeout_s, self._update
+            figures.append(self.answer(index, ref, timeout_s, operation))
+            health = self.members[index].health
+            if health.state == "stale":  # the learner was lost while this generator was replaced
+                health.move("healthy")
+        return {k: max(f[k] for f in figures if f) for k in next(f for f in figures if f)}
 
-    def _load(self, index: int) -> Any:
+    @property
+    def _update(self) -> str:
+        return f"update to version {self.published.version}"
+
+    def _send_weights(self, index: int) -> Any:
         p = self.published
         return self.members[index].actor.update_weights.remote(
             p.version, p.buckets, p.probe, self.cfg.generator.sync_timeout_s
         )
 
-    def _proved(self, index: int, ref: Any) -> dict[str, float]:
-        """What `_load` found, once the generator holds the weights."""
-        member = self.members[index]
-        return member.wait(
-            ref,
-            self.cfg.generator.sync_timeout_s,
-            f"{member.name}: update to version {self.published.version}",
-        )
+    def catch_up(self, index: int) -> dict[str, float]:
+        """Let a new generator load and prove the published weights, if there are any; returns its
+        figures."""
+        if self.published is None:
+            return {}
+        member, ref = self.members[index], self._send_weights(index)
+        return member.wait(ref, self.cfg.generator.sync_timeout_s, f"{member.name}: {self._update}")
 
-    def revive(self, index: int, why: Exception) -> dict[str, float]:
-        """Replace a dead or hung generator by a new one that has proved the current weights. Where no node has room for
-        it the others go on, and `sync` brings it back when one has."""
-
-        def catch_up() -> dict[str, float]:
-            return self._proved(index, self._load(index)) if self.published else {}
-
+    def replace(self, index: int, why: Exception) -> dict[str, float]:
+        """See Pool.replace. Benches the generator where no node has room for its successor."""
         try:
-            return self.members[index].replace(why, catch_up)
+            return super().replace(index, why)
         except failures.NoRoom as error:
             tell(f"{error}; the other generators go on, and it comes back when one has")
             self.benched[index] = why
             return {}
 
     def abandon(self) -> None:
-        """Every generator forgets the groups it works on: the run goes back to a checkpoint."""
-        self.epoch += 1
-        for index in self.serving:
-            member = self.members[index]
-            try:
-                member.wait(
-                    member.actor.abandon.remote(self.epoch),
-                    self.cfg.generator.sync_timeout_s,
-                    f"{member.name}: abandon",
-                )
-            except Exception as error:  # noqa: BLE001 - classified
-                self.published = None  # the next sync brings the new one up to date
-                self.revive(index, error)
+        """Let every generator forget the groups it works on, because the run goes back to a
+        checkpoint.
 
-    def silent(self) -> Iterator[tuple[int, Exception]]:
-        """(index, error) of each generator that no longer answers pings."""
-        for index, member in enumerate(self.members):
-            if error := member.silent():
-                yield index, error
+        The published weights died with the learner. A generator that is replaced here gets new ones
+        by the next `sync`."""
+        self.epoch += 1
+        self.published = None
+        for index in self.serving:
+            ref = self.members[index].actor.abandon.remote(self.epoch)
+            self.answer(index, ref, self.cfg.generator.sync_timeout_s, "abandon")
 
 
 class Dispatcher:
-    """Gives groups to the generator with the fewest of them and yields them as they finish.
+    """Gives groups to the generator with the fewest of them, and yields them as they finish.
 
-    `drop(group_id, reason)` is told of a group that cannot be worked on; without it such a group stops the run."""
+    `drop(group_id, reason)` is called for a group that no generator takes. Without it such a group
+    stops the run."""
 
     def __init__(
         self,
@@ -205,7 +194,7 @@ class Dispatcher:
         drop: Callable[[int, str], None] | None = None,
     ) -> None:
         self.pool, self.run_seed, self.timeout_s, self.drop = pool, run_seed, timeout_s, drop
-        self.tickets: dict[int, _Ticket] = {}  # by group id, in order of submission
+        self.tickets: dict[int, Ticket] = {}  # by group id, in the order given out last
 
     def submit(
         self,
@@ -216,24 +205,29 @@ class Dispatcher:
         sampling: SamplingParams,
         version: int,
     ) -> None:
-        """Start a group of n completions under policy `version`. Ids must be new."""
+        """Start a group of n completions under policy `version`. The group id must be new."""
         seeds = [
             sample_seed(self.run_seed, prompt.prompt_id, group_id, i, version) for i in range(n)
         ]
         request = GroupRequest(
             group_id, prompt.prompt_id, prompt_ids, seeds, sampling, self.pool.epoch
         )
-        self._send(_Ticket(prompt, request, self._idlest()))
+        self._send(Ticket(prompt, request, self._least_loaded()))
 
-    def _idlest(self) -> int:
-        """The generator with the fewest groups, of those that serve."""
+    def clear(self) -> None:
+        """Forget all tickets, because the run goes back to a checkpoint (see
+        GeneratorPool.abandon)."""
+        self.tickets.clear()
+
+    def _least_loaded(self) -> int:
+        """Return the index of the serving generator with the fewest groups."""
         load = dict.fromkeys(self.pool.serving, 0)
         for ticket in self.tickets.values():
             if ticket.generator in load:
                 load[ticket.generator] += 1
         return min(load, key=load.__getitem__)
 
-    def _send(self, ticket: _Ticket) -> None:
+    def _send(self, ticket: Ticket) -> None:
         ticket.actor = self.pool.actors[ticket.generator]
         ticket.meta_ref, ticket.table_ref = ticket.actor.generate.options(num_returns=2).remote(
             ticket.request
@@ -242,11 +236,11 @@ class Dispatcher:
         self.tickets[ticket.request.group_id] = ticket
 
     def finished(self) -> Iterator[Group]:
-        """Wait until at least one group is done (or lost and given out again), and yield those that are.
+        """Wait until a group is done, a generator is lost, or it is time to look at the pings;
+        yield the groups that are done.
 
-        A generator that died, that let a group's deadline pass or that answers no ping is replaced, and its groups are
-        given out again.
-        """
+        A generator is replaced, and its groups given out again, where it died, let a group's
+        deadline pass, or does not answer its pings."""
         refs = {t.meta_ref: t for t in self.tickets.values()}
         wait_s = max(0.0, min(t.deadline for t in refs.values()) - time.monotonic())
         ready, _ = ray.wait(
@@ -256,15 +250,17 @@ class Dispatcher:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
         for ref in ready:
             ticket = refs[ref]
-            if (
-                self.tickets.get(ticket.request.group_id) is ticket and ticket.meta_ref is ref
-            ):  # else given out again
-                if group := self._result(ticket):
-                    yield group
-        self._check_deadlines()
+            given_again = (
+                self.tickets.get(ticket.request.group_id) is not ticket
+                or ticket.meta_ref is not ref
+            )
+            if not given_again and (group := self._result(ticket)):
+                yield group
+        self._replace_silent()
+        self._replace_late()
 
-    def _result(self, ticket: _Ticket) -> Group | None:
-        """A finished group; None where it failed, which is seen to."""
+    def _result(self, ticket: Ticket) -> Group | None:
+        """Return a finished group, or None where it failed: it was given out again, or dropped."""
         group_id = ticket.request.group_id
         try:
             meta = ray.get(ticket.meta_ref, timeout=self.timeout_s)
@@ -281,9 +277,13 @@ class Dispatcher:
         del self.tickets[group_id]
         return Group(ticket.prompt, meta, ticket.table_ref)
 
-    def _check_deadlines(self) -> None:
+    def _replace_silent(self) -> None:
+        """Replace the generators that do not answer their pings."""
         for index, error in self.pool.silent():
             self._lost(index, self.pool.actors[index], error)
+
+    def _replace_late(self) -> None:
+        """Replace the generator of a group that is past its deadline, if there is one."""
         now = time.monotonic()
         late = next((t for t in self.tickets.values() if t.deadline <= now), None)
         if late:
@@ -294,11 +294,13 @@ class Dispatcher:
             self._lost(late.generator, late.actor, error)
 
     def _lost(self, index: int, actor: Any, error: Exception) -> None:
-        if (
-            self.pool.actors[index] is actor
-        ):  # else replaced already: by a sync, or for another dispatcher
-            self.pool.revive(index, error)
-        for other in [t for t in self.tickets.values() if t.generator == index]:
-            if other.actor is not self.pool.actors[index]:
-                other.generator = index if index in self.pool.serving else self._idlest()
-                self._send(other)
+        """Replace a generator whose `actor` is lost, and give its groups out again."""
+        # Another actor in its place means that it was replaced already: by a sync, or for
+        # another dispatcher.
+        if self.pool.actors[index] is actor:
+            self.pool.replace(index, error)
+        for ticket in [t for t in self.tickets.values() if t.generator == index]:
+            if ticket.actor is not self.pool.actors[index]:
+                serves = index in self.pool.serving
+                ticket.generator = index if serves else self._least_loaded()
+                self._send(ticket)

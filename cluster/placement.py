@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.plan import has_reference
+from cluster.roster import ROLES as ALL_ROLES
+from cluster.roster import UNPLACED, roster
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")  # Ray's
-ROLES = ("learner", "generator", "reference", "rewards", "reward_model", "reward_learner")
-REWARDS_CPUS = 0.5
+ROLES = tuple(name for name in ALL_ROLES if name not in UNPLACED)
 NODES_SHOWN = 6
 _reserved: dict[str, Any] = {"group": None, "bundles": {}}  # of the run in this process
 
@@ -35,30 +35,14 @@ class Bundle:
 
 def bundles(cfg: Any) -> list[Bundle]:
     """One for each actor of the run that reserves something. `cfg`: conf.schema.Config."""
-    rl, rm = cfg.generates, cfg.reward_model
-    training = cfg.stage == "reward_model" or bool(rm.refresh and (rm.every or rm.initial))
-    counts = {
-        "learner": (
-            cfg.learner.ranks * (rl or cfg.stage == "pretrain"),
-            cfg.learner.cpus,
-            cfg.learner.gpus,
-        ),
-        "reward_learner": (cfg.learner.ranks * training, cfg.learner.cpus, cfg.learner.gpus),
-        "reward_model": (rm.count * bool(rl and cfg.reward.models), rm.cpus, rm.gpus),
-        "generator": (cfg.generator.count * rl, cfg.generator.cpus, cfg.generator.gpus),
-        "reference": (
-            cfg.reference.count * has_reference(cfg),
-            cfg.reference.cpus,
-            cfg.reference.gpus,
-        ),
-        "rewards": (int(rl), REWARDS_CPUS, 0.0),
-    }
-    found = []
-    for role, (count, cpus, gpus) in counts.items():
-        named = {"CPU": cpus, "GPU": gpus} | dict(cfg.cluster.resources.get(role, {}))
+    wanted = []
+    for role in roster(cfg):
+        named = {"CPU": role.cpus, "GPU": role.gpus} | dict(
+            cfg.cluster.resources.get(role.name, {})
+        )
         resources = {name: float(value) for name, value in named.items() if value}
-        found += [Bundle(role, i, dict(resources)) for i in range(count) if resources]
-    return found
+        wanted += [Bundle(role.name, i, dict(resources)) for i in range(role.count) if resources]
+    return wanted
 
 
 def check(resources: Mapping[str, Any]) -> None:

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from cluster.roster import count, has_reference
+
+if TYPE_CHECKING:
+    from conf.schema import Config
 
 MIB, GIB = 1 << 20, 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -40,78 +45,78 @@ class ModelSize:
     )
 
 
-def has_reference(cfg: Any) -> bool:
-    return cfg.stage == "rl" and cfg.algorithm.beta > 0 and cfg.algorithm.kl_placement != "none"
-
-
 def memory(
-    cfg: Any, size: ModelSize, rewards: Mapping[str, ModelSize] | None = None
+    cfg: Config, size: ModelSize, rewards: Mapping[str, ModelSize] | None = None
 ) -> dict[str, int]:
     """Bytes of each part that must be resident at once on the one machine of a local cluster.
 
-    `cfg`: conf.schema.Config; `rewards`: sizes of reward.models by name, as far as they are served. AdamW keeps two
-    float32 moments, and a float32 master copy where weights are held in less or are sharded. ZeRO 1 shards the
-    optimizer's part over the ranks, 2 gradients too, 3 weights too; ranks share the machine, so what is not sharded is
-    there once a rank. vLLM on a CPU keeps weights twice: as loaded, and packed.
+    `rewards`: sizes of reward.models by name, as far as they are served. What lives on a GPU is not
+    counted. vLLM on a CPU keeps weights twice: as loaded, and packed for its kernels.
     """
-    n, b, lr, g, rm = (
-        size.parameters,
-        BYTES[cfg.model.dtype],
-        cfg.learner,
-        cfg.generator,
-        cfg.reward_model,
-    )
-    sampled, models = cfg.generates, 2 if cfg.algorithm.critic and cfg.stage == "rl" else 1
-    rewards = rewards or {}
-    refreshed = (
-        rewards.get(rm.refresh) if rm.every or rm.initial else None
-    )  # trained beside the policy
+    parameters, weight_bytes = size.parameters, BYTES[cfg.model.dtype]
+    g, rm, rewards = cfg.generator, cfg.reward_model, rewards or {}
+    parts = {} if cfg.learner.gpus else training_memory(cfg, size, rewards)
+    if has_reference(cfg) and not cfg.reference.gpus:
+        parts["reference"] = parameters * weight_bytes * cfg.reference.count
+    if rewards and not rm.gpus:
+        each = sum(m.parameters + m.frozen for m in rewards.values())
+        parts["reward models"] = each * weight_bytes * rm.count
+    if generators := count(cfg, "generator") * (not g.gpus):
+        parts["generator weights"] = 2 * parameters * weight_bytes * generators
+        # vLLM takes whole GiB (cluster/environment.py).
+        parts["generator cache"] = max(1, round(g.kv_cache_gib)) * GIB * generators
+    parts["object store"] = cfg.cluster.object_store_mib * MIB
+    parts["processes"] = process_memory(cfg, rewards)
+    return parts
+
+
+def training_memory(
+    cfg: Config, size: ModelSize, rewards: Mapping[str, ModelSize]
+) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state of everything that is trained.
+
+    AdamW keeps two float32 moments, and a float32 master copy where weights are held in less or are
+    sharded. ZeRO 1 shards the optimizer's part over the ranks, 2 gradients too, 3 weights too. The
+    ranks share the machine, so what is not sharded is there once a rank.
+    """
+    lr, rm, weight_bytes = cfg.learner, cfg.reward_model, BYTES[cfg.model.dtype]
+    moments = 8 + (4 if weight_bytes < 4 or lr.zero_stage else 0)
 
     def trained(parameters: int) -> list[int]:
-        """Weights, gradients, optimizer state."""
-        moments = 8 + (4 if b < 4 or lr.zero_stage else 0)
+        shares = ((weight_bytes, 3), (weight_bytes, 2), (moments, 1))
         return [
             parameters * each * (1 if lr.zero_stage >= sharded_from else lr.ranks)
-            for each, sharded_from in ((b, 3), (b, 2), (moments, 1))
+            for each, sharded_from in shares
         ]
 
-    parts: dict[str, int] = {}
-    if not lr.gpus:
-        parts |= zip(
-            ("learner weights", "gradients", "optimizer state"), trained(models * n), strict=True
-        )
-        parts |= (
-            {"reward learner": sum(trained(refreshed.parameters)) + refreshed.frozen * b * lr.ranks}
-            if refreshed
-            else {}
-        )
-        parts |= (
-            {"reward reference": n * b * lr.ranks}
-            if cfg.stage == "reward_model" and rm.head == "implicit"
-            else {}
-        )
-    if has_reference(cfg) and not cfg.reference.gpus:
-        parts["reference"] = n * b * cfg.reference.count
-    if rewards and not rm.gpus:
-        parts["reward models"] = (
-            sum(m.parameters + m.frozen for m in rewards.values()) * b * rm.count
-        )
-    if sampled and not g.gpus:
-        parts["generator weights"] = 2 * n * b * g.count
-        parts["generator cache"] = (
-            max(1, round(g.kv_cache_gib)) * GIB * g.count
-        )  # whole GiB (cluster/environment.py)
-    parts["object store"] = cfg.cluster.object_store_mib * MIB
-    count = {
-        "learner": lr.ranks * (2 if refreshed else 1),
-        "generator": g.count * sampled,
-        "services": 1,
-        "reward": cfg.reward.workers * sampled,
-        "reward_model": rm.count * bool(rewards),
-        "reference": cfg.reference.count * has_reference(cfg),
-    }
-    parts["processes"] = sum(PROCESS[kind] * n for kind, n in count.items())
+    with_critic = cfg.algorithm.critic and cfg.stage.trains == "policy"
+    names = ("learner weights", "gradients", "optimizer state")
+    parts = dict(zip(names, trained((1 + with_critic) * size.parameters), strict=True))
+    if refreshed := refreshed_model(cfg, rewards):
+        frozen = refreshed.frozen * weight_bytes * lr.ranks
+        parts["reward learner"] = sum(trained(refreshed.parameters)) + frozen
+    if cfg.stage.trains == "reward_model" and rm.head == "implicit":
+        parts["reward reference"] = size.parameters * weight_bytes * lr.ranks
     return parts
+
+
+def refreshed_model(cfg: Config, rewards: Mapping[str, ModelSize]) -> ModelSize | None:
+    """The size of the reward model that is trained beside the policy, if any."""
+    rm = cfg.reward_model
+    return rewards.get(rm.refresh) if rm.every or rm.initial else None
+
+
+def process_memory(cfg: Config, rewards: Mapping[str, ModelSize]) -> int:
+    """Bytes of the processes of a run beside models, caches and activations."""
+    counts = {
+        "learner": cfg.learner.ranks * (2 if refreshed_model(cfg, rewards) else 1),
+        "generator": count(cfg, "generator"),
+        "services": 1,
+        "reward": cfg.reward.workers * count(cfg, "rewards"),
+        "reward_model": cfg.reward_model.count * bool(rewards),
+        "reference": count(cfg, "reference"),
+    }
+    return sum(PROCESS[kind] * number for kind, number in counts.items())
 
 
 def passing(cfg: Any, size: ModelSize) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 Each setting is declared once, by `conf.field.setting`. The settings table in docs/configuration.md,
 the checks of single values and the search for unknown keys all read these declarations
-(conf/settings.py). How settings must fit together is checked in learner/checks/.
+(conf/settings.py). How settings must fit together is checked in learner/checks.py.
 
 Imports nothing heavier than the standard library, so that a mistake in a setting is reported in a
 second or two. Sizes are counts of prompts, samples (completions) or tokens. Times are in seconds.
@@ -32,6 +32,7 @@ from conf.task import (
     RewardConfig,
     RewardModelConfig,
     RolloutConfig,
+    StageConfig,
 )
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "StageConfig",
 ]
 
 
@@ -61,12 +63,6 @@ class Config:
     """The whole run. The settings that people give most often stand at the top level."""
 
     experiment: str = setting("r1_zero", "Name of the experiment, which names the run's folder.")
-    stage: str = setting(
-        "rl",
-        "What the run does: reinforcement learning, pre-training, training a reward model, or "
-        "labelling the steps of answers.",
-        choices=("rl", "pretrain", "reward_model", "annotate"),
-    )
     steps: int = setting(64, "Number of training steps.", low=0)
     seed: int = setting(0, "Seed of everything random in the run.", low=0)
     run_dir: str = setting("", "Folder of the run; empty: outputs/EXPERIMENT-TIME.")
@@ -81,6 +77,7 @@ class Config:
     allow_changes: bool = setting(
         False, "Whether to resume although settings differ from those of the checkpoint."
     )
+    stage: StageConfig = field(default_factory=StageConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -101,9 +98,7 @@ class Config:
     @property
     def generates(self) -> bool:
         """Whether generators and the reward service run."""
-        return self.stage in ("rl", "annotate") or (
-            self.stage == "reward_model" and self.reward_model.source == "policy"
-        )
+        return self.stage.answers == "policy"
 
     @property
     def samples_per_step(self) -> int:

@@ -132,7 +132,7 @@ class GuardsConfig:
     )
     length_factor: float = setting(
         3.0,
-        "Warn when the mean answer has grown by this factor within `length_window` steps; 0: never.",
+        "Warn when the mean length grows by this factor within `length_window` steps; 0: never.",
         low=0,
     )
     length_window: int = setting(10, "Number of steps over which growth is measured.", low=1)

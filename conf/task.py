@@ -12,6 +12,26 @@ from conf.field import MISSING, setting
 
 
 @dataclass
+class StageConfig:
+    """What a run does; conf/stage/NAME.yaml holds one for each stage of learner/stages/table.py."""
+
+    name: str = setting(
+        "rl", "Name of the stage.", choices=("rl", "pretrain", "reward_model", "annotate")
+    )
+    answers: str = setting(
+        "policy",
+        "Where answers come from: generators sample them from the policy, files, or a corpus.",
+        choices=("policy", "files", "corpus"),
+    )
+    trains: str = setting(
+        "policy", "What is trained.", choices=("policy", "reward_model", "nothing")
+    )
+    evaluates: bool = setting(
+        True, "Whether the policy is evaluated on held-out prompts before and after the stage."
+    )
+
+
+@dataclass
 class ModelConfig:
     """The policy: a model that exists, or one with random weights."""
 
@@ -66,7 +86,7 @@ class DataConfig:
     max_number: int = setting(99, "Largest number in a sum, for kind=arithmetic.", low=1)
     size: int = setting(
         0,
-        "Number of distinct training prompts, repeated each epoch, for kind=arithmetic; 0: endless.",
+        "Number of distinct training prompts, repeated each epoch, for kind=arithmetic; 0: no end.",
         low=0,
     )
     heldout_size: int = setting(64, "Number of held-out prompts for evaluation.", low=1)
@@ -120,6 +140,13 @@ class AlgorithmConfig:
     """One point of DeepSeekMath's unified view of algorithms; see docs/algorithms.md."""
 
     name: str = setting("grpo", "Name of the algorithm in reports and messages.")
+    source: str = setting(
+        "", "Authors, arXiv number and equations, in words for docs/algorithms.md."
+    )
+    rewards: str = setting("", "Where rewards come from, in words for docs/algorithms.md.")
+    coefficient: str = setting(
+        "", "The factor of the gradient of log pi, in words for docs/algorithms.md."
+    )
     data: str = setting(
         "policy",
         "Where training answers come from: the current policy, a data set of answers, pairs of "
@@ -128,20 +155,7 @@ class AlgorithmConfig:
     )
     advantage: str = setting(
         "grpo",
-        "Function from rewards to advantages (learner/algorithms/advantages.py).",
-        choices=(
-            "grpo",
-            "dr_grpo",
-            "rloo",
-            "reinforce_pp_baseline",
-            "constant",
-            "correct",
-            "reward",
-            "process",
-            "reinforce_pp",
-            "gae",
-            "dpo",
-        ),
+        "Function from rewards to advantages: one that learner/algorithms/advantages/ registers.",
     )
     loss: str = setting(
         "ppo_clip",
@@ -196,8 +210,10 @@ class AlgorithmConfig:
     mask_truncated: bool = setting(
         False, "Whether answers cut at rollout.max_tokens are left out of the loss."
     )
-    gamma: float = setting(1.0, "Discount factor per token.", low=0)
-    lam: float = setting(1.0, "Lambda of generalised advantage estimation (1506.02438).", low=0)
+    gamma: float = setting(1.0, "Discount factor per token.", low=0, high=1)
+    lam: float = setting(
+        1.0, "Lambda of generalised advantage estimation (1506.02438).", low=0, high=1
+    )
     critic: bool = setting(False, "Whether a critic is trained; advantage=gae needs one.")
     filter: str = setting(
         "none",
@@ -283,7 +299,7 @@ class RewardModelConfig:
     )
     source: str = setting(
         "policy",
-        "Where labelled answers come from: samples of the policy, graded by reward.rules, or files.",
+        "Where labelled answers come from: samples of the policy graded by reward.rules, or files.",
         choices=("policy", "files"),
     )
     path: str = setting("", "Labelled answers in Parquet or JSON lines, for source=files.")
@@ -310,12 +326,16 @@ class RewardModelConfig:
     )
     lr: float = setting(2e-5, "Learning rate.", low=0)
     every: int = setting(
-        0, "stage=rl: train the model `refresh` again after each so many steps; 0: never.", low=0
+        0,
+        "With stage=rl, train the model `refresh` again after each so many steps; 0: never.",
+        low=0,
     )
     refresh: str = setting(
-        "", "stage=rl: name of the model of reward.models that is trained again."
+        "", "With stage=rl, name of the model of reward.models that is trained again."
     )
-    initial: bool = setting(False, "stage=rl: train the model `refresh` before the first step too.")
+    initial: bool = setting(
+        False, "With stage=rl, train the model `refresh` before the first step too."
+    )
     replay: float = setting(
         0.1,
         "Share of training answers from earlier iterations (2402.03300, section 4.1.4).",

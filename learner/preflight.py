@@ -45,8 +45,8 @@ class Preflight:
 
     def settings(self) -> str:
         cfg, r = self.cfg, self.cfg.rollout
-        if cfg.stage != "rl":
-            return f"stage={cfg.stage}, {cfg.steps} steps"
+        if not cfg.stage.evaluates:
+            return f"stage={cfg.stage.name}, {cfg.steps} steps"
         parts.check(cfg.algorithm)
         each = cfg.samples_per_step // cfg.learner.updates_per_batch
         return (

@@ -16,6 +16,7 @@ from cluster.security import redact
 from cluster.stopping import RunError, Stopping, close, ignore_signals, terminate
 from conf.schema import Config
 from learner.checkpoints import checkpoint, resume
+from learner.launch import Launch
 
 
 def locate(cfg: Config) -> Path:
@@ -76,13 +77,13 @@ def execute(cfg: Config) -> int:
     )  # else SIGTERM waits 30 s while Ray starts
     status = 130
     try:
-        status = _attempt(cfg, stopping)
+        status = attempt(cfg, stopping)
     finally:
         close(stopping.run_dir, status)
     return status
 
 
-def _attempt(cfg: Config, stopping: Stopping) -> int:
+def attempt(cfg: Config, stopping: Stopping) -> int:
     started = time.monotonic()
     try:
         run_dir = locate(cfg)
@@ -100,14 +101,14 @@ def _attempt(cfg: Config, stopping: Stopping) -> int:
         if cfg.checkpoint.folder:
             store.probe()
         prepare(cfg, run_dir)
-        _run(cfg, run_dir, started, stopping, store, saved)
+        run_stages(Launch(cfg, run_dir, started, stopping, store, saved))
         return 0
     except (KeyboardInterrupt, SystemExit):  # the latter from a handler of Ray's, while it starts
         ignore_signals()
         print("\nvolley: interrupted: stopping every process", file=sys.stderr, flush=True)
         return 130
     except Exception as error:  # noqa: BLE001 - the last place where a failure can be told
-        print(f"volley: error: {_first_cause(error)}", file=sys.stderr, flush=True)
+        print(f"volley: error: {first_cause(error)}", file=sys.stderr, flush=True)
         if os.environ.get("VOLLEY_TRACEBACK"):
             traceback.print_exc()
         else:
@@ -119,46 +120,27 @@ def _attempt(cfg: Config, stopping: Stopping) -> int:
         return 1
 
 
-def _run(
-    cfg: Config,
-    run_dir: Path,
-    started: float,
-    stopping: Stopping,
-    store: checkpoint.Store,
-    saved: Path | None,
-) -> None:
+def run_stages(launch: Launch) -> None:
+    """Connect to Ray, reserve the places of all actors, and run the stages one after the other."""
     from cluster import placement
     from cluster.connect import connect
+    from learner.algorithms import parts
+    from learner.stage import run_stage
+    from learner.stages.table import pipeline
 
-    if cfg.stage == "rl":
-        from learner.algorithms import parts
-
+    cfg = launch.cfg
+    if cfg.stage.trains == "policy":
         parts.check(cfg.algorithm)  # slow to import, hence not among the checks of the settings
-    print(f"volley: {connect(cfg, namespace=run_dir.name)}", flush=True)
+    print(f"volley: {connect(cfg, namespace=launch.run_dir.name)}", flush=True)
     if places := placement.reserve(cfg):
         print(f"volley: {places}", flush=True)
-    signal.signal(
-        signal.SIGTERM, lambda *_: terminate(stopping)
-    )  # Ray has just put a handler of its own there
-    if cfg.stage == "pretrain":
-        from learner.stages.pretrain import pretrain
-
-        pretrain(cfg, run_dir)
-    elif cfg.stage == "reward_model":
-        from learner.stages.reward_model import train
-
-        train(cfg, run_dir, stopping, store, saved)
-    elif cfg.stage == "annotate":
-        from learner.stages.annotate import annotate
-
-        annotate(cfg, run_dir, stopping)
-    else:
-        from learner.stages.rl import Trainer
-
-        Trainer(cfg, run_dir, started, stopping, store, saved).run()
+    # Ray has just put a handler of its own there.
+    signal.signal(signal.SIGTERM, lambda *_: terminate(launch.stopping))
+    for stage in pipeline(cfg):
+        run_stage(stage, launch)
 
 
-def _first_cause(error: BaseException) -> str:
+def first_cause(error: BaseException) -> str:
     """The message that helps: of what an actor raised rather than of Ray's wrapping."""
     cause = getattr(error, "cause", None)
     error = cause if isinstance(cause, BaseException) else error

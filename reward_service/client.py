@@ -1,8 +1,10 @@
-"""The rewards as a run calls them: the rule service and the pool of reward models as one reward."""
+"""The rewards as a run uses them: the rule service and the pool of reward models, joined to one
+reward."""
 
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +15,7 @@ from actors.rollouts import Group
 from cluster import placement
 from cluster.environment import process_env
 from cluster.stopping import SEMAPHORES
+from cluster.supervision.pool import Pool
 from cluster.supervision.remote import DeadlineExceeded, get
 from cluster.supervision.supervisor import Supervised, ping, pingable
 from reward_service.combine import join, rule_weights
@@ -21,26 +24,29 @@ from reward_service.models.pool import RewardModelPool
 from reward_service.service import RewardService
 
 HINT = "the reward service's log in the session's logs folder of Ray"
+START_S, CLOSE_S = 120.0, 5.0  # how long the service may take to start, and to close
 
 
 class RewardClient:
-    """One RewardService actor for the rules, and the pool of reward models where there are any, as one reward. A group
-    is scored as soon as it is generated. A service that dies or hangs is replaced, and what it had not answered is
-    given to its successor."""
+    """Scores groups with the rules (one RewardService actor) and, where there are any, with the
+    reward models.
+
+    A group is scored from the moment it is submitted. A service that dies or hangs is replaced, and
+    its successor gets the groups that had no answer yet."""
 
     def __init__(self, cfg: Any, tokenizer_path: str) -> None:
         self.cfg, self.tokenizer_path = cfg, tokenizer_path
-        self.pending: dict[int, tuple[Group, Any]] = {}
-        self.member = Supervised(
+        service = Supervised(
             "rewards",
             self._create,
             cfg.cluster,
             "cluster.restarts",
             cfg.cluster.restarts,
-            120.0,
+            START_S,
             HINT,
             ping,
         )
+        self.rules = Pool([service])
         reward = cfg.reward
         self.models = RewardModelPool(cfg, tokenizer_path) if reward.models else None
         self.weights = {name: w for name, w in reward.rules.items() if name in reward.models}
@@ -52,17 +58,12 @@ class RewardClient:
         process = self.cfg.algorithm.advantage == "process" and not supervisor(self.cfg)
         reward["steps"] = self.cfg.data.steps if process else ""
         reward["options"] = {"max_tokens": self.cfg.rollout.max_tokens, **reward["options"]}
+        env = {**process_env(), "OMP_NUM_THREADS": "1", "VOLLEY_SEMAPHORES": SEMAPHORES}
         return [
             pingable(RewardService)
             .options(
                 name=f"rewards{suffix}",
-                runtime_env={
-                    "env_vars": {
-                        **process_env(),
-                        "OMP_NUM_THREADS": "1",
-                        "VOLLEY_SEMAPHORES": SEMAPHORES,
-                    }
-                },
+                runtime_env={"env_vars": env},
                 **placement.options(self.cfg, "rewards", 0),
             )
             .remote(reward, self.tokenizer_path, self.cfg.reward.workers)
@@ -70,71 +71,57 @@ class RewardClient:
 
     @property
     def restarts(self) -> int:
-        return self.member.health.restarts
+        """How often the rule service was started again."""
+        return self.rules.restarts
 
     def start(self) -> None:
-        self.member.start()
+        """Wait until the rule service and the reward models are up."""
+        self.rules.start()
         if self.models:
             self.models.start()
 
     def submit(self, group: Group) -> None:
+        """Start to score a finished group."""
         if self.models:
             self.models.submit(group)
-        self._submit(group)
-
-    def _submit(self, group: Group) -> None:
         prompt = dataclasses.asdict(group.prompt)
-        self.pending[group.meta.group_id] = (
+        self.rules.give(
+            group.meta.group_id,
+            0,
+            lambda service: service.score.remote(group.table, [prompt]),
             group,
-            self.member.actor.score.remote(group.table, [prompt]),
         )
 
     def collect(self, groups: list[Group]) -> list[pa.RecordBatch]:
-        """SCORED batches of submitted groups, in their order."""
-        samples = sum(len(g.meta.lengths) for g, _ in self.pending.values())
-        # The worst that the service's own per-item deadlines allow.
-        limit = 60.0 + self.cfg.reward.timeout_s * (1 + samples / self.cfg.reward.workers)
-        scored = [self._scored(g.meta.group_id, limit) for g in groups]
+        """Return the SCORED batches of submitted groups, in their order, once all of them exist."""
+        waiting = self.rules.unanswered.values()
+        samples = sum(len(work.subject.meta.lengths) for work in waiting)
+        # The longest that the service can take, as it has a deadline for each item.
+        limit_s = 60.0 + self.cfg.reward.timeout_s * (1 + samples / self.cfg.reward.workers)
+        scored = [
+            self.rules.collect(i, limit_s, f"rewards: group {i}")
+            for i in (group.meta.group_id for group in groups)
+        ]
         if self.models:
+            verdicts = [self.models.collect(group.meta.group_id) for group in groups]
             scored = [
-                join(
-                    rules,
-                    self.models.collect(g.meta.group_id),
-                    self.weights,
-                    self.cfg.reward.combine,
-                    self.supervisor,
-                )
-                for g, rules in zip(groups, scored, strict=True)
+                join(by_rules, by_models, self.weights, self.cfg.reward.combine, self.supervisor)
+                for by_rules, by_models in zip(scored, verdicts, strict=True)
             ]
         return [check_scored(batch) for batch in scored]
 
-    def _scored(self, group_id: int, limit_s: float) -> pa.RecordBatch:
-        while True:
-            try:
-                found = self.member.wait(
-                    self.pending[group_id][1], limit_s, f"rewards: group {group_id}"
-                )
-            except Exception as error:  # noqa: BLE001 - classified
-                self.member.replace(error, self._submit_again)
-                continue
-            del self.pending[group_id]
-            return found
-
     def forget(self) -> None:
-        """Nobody asks for what was submitted any more."""
-        self.pending.clear()
+        """Drop all submitted groups: nobody will collect their rewards."""
+        self.rules.forget()
         if self.models:
             self.models.forget()
 
-    def _submit_again(self) -> None:
-        for group, _ in list(self.pending.values()):
-            self._submit(group)
-
     def stop(self) -> None:
-        try:
-            get(self.member.actor.close.remote(), 5.0, "rewards: close")
-        except (RayActorError, DeadlineExceeded):
-            pass  # it is going away either way
-        self.member.end()
+        """End the rule service and the reward models."""
+        # The service is asked to end its worker processes itself. A service that is dead or does
+        # not answer is ended by force in the next line, so neither error needs to be reported.
+        with suppress(RayActorError, DeadlineExceeded):
+            get(self.rules.members[0].actor.close.remote(), CLOSE_S, "rewards: close")
+        self.rules.stop()
         if self.models:
             self.models.stop()

@@ -19,7 +19,7 @@ from actors.data.stream import Dataset, Fits, Get
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".json", ".ndjson")
-# Columns of given answers, for SFT and DPO (actors/data/given.py).
+# Columns of given answers, for SFT and DPO (actors/data/answers.py).
 GIVEN = ("completion", "chosen", "rejected")
 # verl's `ability` -> the verifier; every other ability is "math".
 ABILITY_TASKS = {"code": "code", "coding": "code"}

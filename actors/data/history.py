@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-LEARNABLE = "learnable"  # the regime of a group with right and wrong answers (learner/algorithms/regimes.py)
+from cluster.monitoring.vocabulary import LEARNABLE
 
 
 def sampling_weights(pass_rates: np.ndarray, floor: float = 0.1) -> np.ndarray:

@@ -1,34 +1,33 @@
-"""Names, units and reduction of everything a run measures, and where the numbers go.
+"""Name, unit and reduction of everything that a run measures. Pure.
 
-Each name has one definition (METRICS; docs/metrics.md is written from it). Values travel as `Stat` = (sum, count, min,
-max) and are reduced once, here, so a mean is never a mean of means. Ray and wandb are imported only where used.
+Each name has one definition, in METRICS, from which docs/metrics.md is generated. Values travel as
+`Stat` = (sum, count, min, max) and are reduced once, by `flatten`, so that a mean is never a mean
+of means.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 from cluster.monitoring.stat import MetricError, Stat
-from cluster.security import redact_text
+from cluster.monitoring.vocabulary import REGIMES, STATUSES
+from cluster.roster import ROLES
 
-SCHEMA = "volley-metrics/1"
 SHARE_SLACK = 1e-9  # rounding of a share that is 1 in exact arithmetic
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`reduce` says how a Stat becomes one number; "spread" writes NAME/mean, NAME/min and NAME/max.
+    """The definition of a metric.
 
-    unit "share" is asserted to lie in [0, 1]. `source`: what verl or TRL call the same quantity, if they have it."""
+    unit: "share" is asserted to lie in [0, 1].
+    help: what is measured.
+    reduce: how a Stat becomes one number; "spread" writes NAME/mean, NAME/min and NAME/max.
+    source: the name of the same quantity in verl or TRL, if they have it.
+    """
 
     unit: str
     help: str
@@ -37,20 +36,13 @@ class Metric:
 
 
 M = Metric
-STATUSES = ("ok", "error", "timeout", "ungradable")
-REGIMES = {
-    "saturated": "all right", "learnable": "mixed", "collapsed": "all wrong, answers alike",
-    "scattered": "all wrong, answers diverse", "undetermined": "of fewer than two graded answers",
-}  # fmt: skip
 GROUP_STATES = {
-    "admitted": "groups taken in since the run began", "trained": "of those, trained on",
-    "filtered": "of those, left out for a reason", "in_flight": "of those, being generated or scored",
+    "admitted": "groups taken in since the run began",
+    "trained": "of those, trained on",
+    "filtered": "of those, left out for a reason",
+    "in_flight": "of those, being generated or scored",
     "queued": "of those, scored and waiting",
-}  # fmt: skip
-ROLES = {
-    "generator": "generators", "learner": "the learner, all its ranks,", "reference": "references",
-    "rewards": "the reward service", "rollout_writer": "the writer of rollouts", "reward_model": "reward models",
-}  # fmt: skip
+}
 # A name may end in {placeholder}: it then covers a family, such as reward_part/accuracy.
 METRICS: dict[str, Metric] = {
     "step": M("steps", "the step that was written last; in every row", "last"),
@@ -174,6 +166,7 @@ METRICS: dict[str, Metric] = {
     **{
         f"{role}/restarts": M("restarts", f"{what} started again since the program began", "last")
         for role, what in ROLES.items()
+        if role != "reward_learner"  # lives during a refresh and is not in any row
     },
     "generator/serving": M(
         "generators", "generators that work is given to; fewer while a node is lost", "last"
@@ -208,22 +201,30 @@ METRICS: dict[str, Metric] = {
     "eval/samples": M("samples", "held-out completions sampled", "last"),
     "eval/ungraded": M("samples", "held-out completions whose reward status was not ok", "last"),
 }
-# What learner/algorithms/losses.py and learner/engine/rank.py call a quantity, and the name it is logged under.
+# The name of a quantity in learner/algorithms/losses.py and learner/engine/rank.py, and its metric.
 LOSS_NAMES = {
-    "policy_loss": "actor/pg_loss", "kl_ref": "actor/kl_loss", "kl_exact": "actor/kl_exact",
-    "kl_old": "actor/ppo_kl", "entropy": "actor/entropy",
-    "ratio": "actor/ratio", "tis_weight": "actor/tis_weight", "clip_fraction_low": "clip_ratio/low_mean",
-    "clip_fraction_high": "clip_ratio/high_mean", "dual_clip_fraction": "actor/pg_clipfrac_lower",
-    "value_loss": "critic/vf_loss", "value": "critic/values", "value_clip_fraction": "critic/vf_clipfrac",
+    "policy_loss": "actor/pg_loss",
+    "kl_ref": "actor/kl_loss",
+    "kl_exact": "actor/kl_exact",
+    "kl_old": "actor/ppo_kl",
+    "entropy": "actor/entropy",
+    "ratio": "actor/ratio",
+    "tis_weight": "actor/tis_weight",
+    "clip_fraction_low": "clip_ratio/low_mean",
+    "clip_fraction_high": "clip_ratio/high_mean",
+    "dual_clip_fraction": "actor/pg_clipfrac_lower",
+    "value_loss": "critic/vf_loss",
+    "value": "critic/values",
+    "value_clip_fraction": "critic/vf_clipfrac",
     "explained_variance": "critic/vf_explained_var",
-}  # fmt: skip
+}
 FAMILIES = [
     (name.partition("{")[0], name.partition("}")[2], name) for name in METRICS if "{" in name
 ]
 
 
 def find(name: str) -> Metric:
-    """The definition of a name. Raises MetricError where there is none."""
+    """Return the definition of a metric. Raises MetricError where there is none."""
     if "{" not in name:
         if name in METRICS:
             return METRICS[name]
@@ -240,10 +241,12 @@ def find(name: str) -> Metric:
 
 
 def flatten(values: Mapping[str, float | Stat]) -> dict[str, float]:
-    """Reduce to one float per written name. Raises MetricError for unknown names and for shares outside [0, 1].
+    """Reduce every value to one float for each written name. Raises MetricError for an unknown name
+    and for a share outside [0, 1].
 
     >>> flatten({"response_length": Stat.of([2, 4]), "reward/accuracy": Stat(3, 4)})
-    {'response_length/mean': 3.0, 'response_length/min': 2.0, 'response_length/max': 4.0, 'reward/accuracy': 0.75}
+    {'response_length/mean': 3.0, 'response_length/min': 2.0, 'response_length/max': 4.0,
+    'reward/accuracy': 0.75}
     """
     flat: dict[str, float] = {}
     for name, value in values.items():
@@ -264,183 +267,37 @@ def flatten(values: Mapping[str, float | Stat]) -> dict[str, float]:
     return flat
 
 
-def line(step: int, flat: Mapping[str, float], now: float) -> str:
-    """One line of metrics.jsonl, always valid JSON: a value that is not finite is null and named in "non_finite"."""
-    bad = [name for name, value in flat.items() if not math.isfinite(value)]
-    record: dict[str, Any] = {"step": step, "time": round(now, 3)}
-    record |= {name: value if math.isfinite(value) else None for name, value in flat.items()}
-    if bad:
-        record["non_finite"] = bad
-    return json.dumps(record, allow_nan=False)
-
-
-class MetricLog:
-    """Writes RUN_DIR/metrics.jsonl, wandb and Ray's metrics. The first line of the file names the run and the units.
-
-    `resume_step`: rows after this step are dropped first: they belong to steps that will be made again.
-    `settings`: all of the run's, secrets hidden (cluster/security.py), for wandb's table of runs.
-    `wandb_id`: from a checkpoint, to go on in the same wandb run; read it back as attribute `wandb_id`.
-    """
-
-    def __init__(
-        self,
-        run_dir: str | Path,
-        *,
-        wandb: str = "disabled",
-        wandb_project: str = "volley",
-        ray_metrics: bool = False,
-        run_meta: Mapping[str, Any] | None = None,
-        wandb_id: str | None = None,
-        resume_step: int | None = None,
-        settings: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.path = Path(run_dir) / "metrics.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.header = json.dumps(
-            {
-                "schema": SCHEMA,
-                "run": dict(run_meta or {}),
-                "units": {n: m.unit for n, m in METRICS.items()},
-            }
-        )
-        self._begin(
-            _rows_up_to(self.path, resume_step)
-            if resume_step is not None and self.path.exists()
-            else []
-        )
-        self.gauges: dict[str, Any] | None = {} if ray_metrics else None
-        self.wandb_run, self.wandb_id = None, wandb_id
-        if wandb != "disabled":
-            self._start_wandb(wandb, wandb_project, {**(run_meta or {}), **(settings or {})})
-
-    def _begin(self, kept: list[str]) -> None:
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text("\n".join([self.header, *kept]) + "\n")
-        beside.replace(self.path)
-        self.file = self.path.open("a")
-
-    def rewind(self, step: int) -> None:
-        """Drop the rows after `step`: those steps are made again in this same run."""
-        self.file.close()
-        self._begin(_rows_up_to(self.path, step))
-
-    def _start_wandb(self, mode: str, project: str, meta: dict[str, Any]) -> None:
-        os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb  # seconds to import; only runs that use it pay
-
-        settings = wandb.Settings(silent=True, console="off", disable_git=True)
-        with patch.object(
-            sys, "argv", [redact_text(a) for a in sys.argv]
-        ):  # wandb keeps the command line
-            self.wandb_run = wandb.init(
-                project=project, mode=mode, dir=str(self.path.parent), name=self.path.parent.name, config=meta,
-                id=self.wandb_id, resume="allow" if self.wandb_id else None, settings=settings,
-            )  # fmt: skip
-        self.wandb_id = self.wandb_run.id
-        # Our step is the x-axis of every chart, evaluation included; wandb's own counter would drift from it.
-        self.wandb_run.define_metric("step")
-        self.wandb_run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, values: Mapping[str, float | Stat]) -> dict[str, float]:
-        """Write one row and return what was written, name -> float (nan where the file has null)."""
-        flat = flatten(values)
-        now = time.time()
-        self.file.write(line(step, flat, now) + "\n")
-        self.file.flush()
-        finite = {name: value for name, value in flat.items() if math.isfinite(value)}
-        if self.wandb_run is not None:
-            self.wandb_run.log({"step": step, **finite})
-        if self.gauges is not None:
-            self._set_gauges({"step": float(step), "time": now, **finite})
-        return flat
-
-    def _set_gauges(self, finite: Mapping[str, float]) -> None:
-        from ray.util.metrics import Gauge
-
-        for name, value in finite.items():
-            if name not in self.gauges:
-                metric = describe(name)
-                self.gauges[name] = Gauge(prometheus_name(name), f"{metric.help} [{metric.unit}]")
-            self.gauges[name].set(value)
-
-    def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Flush every sink; safe to call twice. `summary` becomes wandb's run summary."""
-        self.file.close()
-        if self.wandb_run is not None:
-            self.wandb_run.summary.update(dict(summary or {}))
-            self.wandb_run.finish()
-            self.wandb_run = None
-            import wandb
-
-            wandb.teardown()  # its helper process ends here, not in an exit hook after the run has cleaned up
-
-
 def describe(written: str) -> Metric:
-    """Definition of a written name, /mean, /min and /max of a spread included."""
-    base, _, how = written.rpartition("/")
-    if how in ("mean", "min", "max") and METRICS.get(base, M("", "")).reduce == "spread":
-        return replace(METRICS[base], help=f"{METRICS[base].help} ({how})")
+    """Return the definition of a written name, such as that of a spread's NAME/mean, NAME/min and
+    NAME/max."""
+    base, _, suffix = written.rpartition("/")
+    if suffix in ("mean", "min", "max") and METRICS.get(base, M("", "")).reduce == "spread":
+        return replace(METRICS[base], help=f"{METRICS[base].help} ({suffix})")
     return find(written)
 
 
-def prometheus_name(name: str) -> str:
-    """A name Prometheus allows: volley_ and letters, digits, underscores."""
-    return "volley_" + "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
-
-
-def read(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(header, rows) of a metrics.jsonl. Raises MetricError naming the line that is no JSON."""
-    records = []
-    for number, text in enumerate(Path(path).read_text().splitlines(), start=1):
-        try:
-            records.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise MetricError(
-                f"{path} line {number} is not JSON ({error}); delete the line to go on"
-            ) from error
-    if not records or records[0].get("schema") != SCHEMA:
-        raise MetricError(f"{path} does not begin with a header of schema {SCHEMA}")
-    return records[0], records[1:]
-
-
-def _rows_up_to(path: Path, step: int) -> list[str]:
-    """Rows with a step no later than `step`; a torn last line (the process was killed while writing) is dropped."""
-    kept = []
-    lines = path.read_text().splitlines()
-    for number, text in enumerate(lines, start=1):
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                continue
-            raise MetricError(
-                f"{path} line {number} is not JSON ({error}); delete the line to resume"
-            ) from error
-        if "schema" not in record and record["step"] <= step:
-            kept.append(text)
-    return kept
-
-
 def table() -> str:
-    """docs/metrics.md's table, in Markdown."""
+    """Return the table of docs/metrics.md, in Markdown."""
     rows = ["| name | unit | reduced by | meaning | same as |", "| --- | --- | --- | --- | --- |"]
     for name, m in METRICS.items():
-        shown = f"{name}/mean, /min, /max" if m.reduce == "spread" else name
-        rows.append(
-            f"| `{shown}` | {m.unit} | {m.reduce} | {m.help.replace('|', chr(92) + '|')} | {m.source} |"
-        )
+        written = f"{name}/mean, /min, /max" if m.reduce == "spread" else name
+        meaning = m.help.replace("|", "\\|")
+        rows.append(f"| `{written}` | {m.unit} | {m.reduce} | {meaning} | {m.source} |")
     return "\n".join(rows) + "\n"
 
 
 DOC = """# Metrics
 
-Written by `python -m cluster.monitoring.metrics`; the definitions live in `cluster/monitoring/metrics.py` and a test keeps the two equal.
-A share lies in [0, 1]. `mean` is sum over count of the whole step, never a mean of means.
-`metrics.jsonl` begins with a header (schema, run, units). Each line after it is one step: `step`, `time` (seconds since
-1970) and the names below.
-A value that is not finite is written as null and its name listed under `non_finite`.
-"Same as" names the quantity of equal meaning in verl or TRL.
-Ray's metrics (Prometheus) carry the same values as gauges named `ray_volley_` + the name, other characters as `_`.
+`python -m cluster.monitoring.metrics` generates this page from `cluster/monitoring/metrics.py`; a
+test keeps the two equal.
+
+- A share lies in [0, 1]. `mean` is the sum over the count of the whole step, never a mean of means.
+- `metrics.jsonl` begins with a header (schema, run, units). Each line after it is one step: `step`,
+  `time` (seconds since 1970) and the names below.
+- A value that is not finite is written as null, and its name is listed under `non_finite`.
+- "Same as" gives the name of the same quantity in verl or TRL.
+- Ray exports the same values to Prometheus, as gauges named `ray_volley_` and the name, in which
+  every character other than a letter or digit is replaced by `_`.
 
 """
 

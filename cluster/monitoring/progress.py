@@ -1,4 +1,5 @@
-"""What a run shows: a live view in a terminal, one plain line a step elsewhere, and a before/after table at the end."""
+"""What a run prints: a live view in a terminal or else one line for each step, and a table of
+before and after."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from cluster.monitoring.vocabulary import REGIMES, UNDETERMINED
+
 BARS = "▁▂▃▄▅▆▇█"
 HISTORY = 40
-# label, written metric name, format; the order is the order of importance
+# Label, written metric name and format, the most important first.
 SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", "reward/accuracy", "{:.1%}"),
@@ -32,8 +35,7 @@ SHOWN = (
     ("tokens/s", "perf/tokens_per_s", "{:,.0f}"),
     ("step", "timing_s/step", "{:.2f} s"),
 )
-REGIMES = ("saturated", "learnable", "collapsed", "scattered")
-# rows of the before/after table and their format; a name ending in @ stands for every k
+# The rows of the table of before and after, and their format. A name ending in @ is for every k.
 MEASURES = (
     ("pass@", "{:.3f}"),
     ("maj@", "{:.3f}"),
@@ -45,7 +47,8 @@ MEASURES = (
 
 
 def sparkline(values: list[float]) -> str:
-    """One character a value, scaled between the smallest and the largest; values that are not finite leave a gap."""
+    """Return one character for each value, scaled between the smallest and the largest. A value
+    that is not finite leaves a gap."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return ""
@@ -56,7 +59,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:02:03, 2:03 or 3 s."""
+    """Return a time as 1:02:03, 2:03 or 3 s."""
     seconds = round(seconds)
     hours, minutes, rest = seconds // 3600, seconds // 60 % 60, seconds % 60
     if hours:
@@ -65,9 +68,11 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """`update` once a step; `note` for a line of text; `close` always (a `with` block does it).
+    """Shows how far a run is. Call `update` once a step, `note` for a line of text and, at the end,
+    `close` (a `with` block does so).
 
-    mode: auto (live on a terminal, else plain) | live | plain | off."""
+    steps: of the whole run. mode: auto (live on a terminal, otherwise plain) | live | plain | off.
+    done: steps that were done before this program began."""
 
     def __init__(
         self,
@@ -91,27 +96,29 @@ class Progress:
         self.live = Live(
             get_renderable=self.render, console=self.console, refresh_per_second=2, transient=True
         )
-        if mode == "live":
-            self.live.start()
 
     def __enter__(self) -> Progress:
+        if self.mode == "live":
+            self.live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def phase(self, name: str) -> None:
-        """What the run is doing now, for the live view; the first call starts the clock of the estimate."""
+        """Name what the run does now, for the live view. The first call starts the clock of the
+        time left."""
         self.activity = name
         self.began = self.began or time.monotonic()
 
     def note(self, text: str) -> None:
-        """A line that stays, above the live view."""
+        """Print a line above the live view; it stays."""
         if self.mode != "off":
             self.console.print(text, markup=False)
 
     def update(self, step: int, values: Mapping[str, float], now: float | None = None) -> None:
-        """`step` counts from 1; `values` as MetricLog.log returned them. `now`: monotonic seconds, for tests."""
+        """Show a finished step. `step` counts from 1; `values` is what MetricLog.log returned;
+        `now`: monotonic seconds, for tests."""
         now = time.monotonic() if now is None else now
         if self.began is None:
             self.began = now - values.get("timing_s/step", 0.0)
@@ -124,6 +131,7 @@ class Progress:
             self.console.print(self.plain_line(), markup=False)
 
     def plain_line(self) -> str:
+        """Return the line of the last step."""
         parts = [
             f"{label} {form.format(self.values[name])}"
             for label, name, form in SHOWN
@@ -138,11 +146,17 @@ class Progress:
         )
 
     def regimes(self) -> str:
-        """Shares of the four regimes, e.g. `saturated 25% learnable 70% collapsed 5% scattered 0%`."""
-        shares = [(r, self.values[f"regime/{r}"]) for r in REGIMES if f"regime/{r}" in self.values]
+        """Return the shares of the four determined regimes: `saturated 25% learnable 70% collapsed
+        5% scattered 0%`."""
+        shares = [
+            (r, self.values[f"regime/{r}"])
+            for r in REGIMES
+            if r != UNDETERMINED and f"regime/{r}" in self.values
+        ]
         return " ".join(f"{r} {share:.0%}" for r, share in shares)
 
     def render(self) -> Panel:
+        """Return the live view."""
         grid = Table.grid(padding=(0, 2))
         for label, name, form in SHOWN:
             if name in self.values:
@@ -162,7 +176,7 @@ class Progress:
         return Panel(Group(head, grid), title=self.title, title_align="left", border_style="dim")
 
     def close(self) -> None:
-        """Take the live view down; safe to call twice."""
+        """Remove the live view. Safe to call twice."""
         if self.mode == "live":
             self.live.stop()
             self.mode = "plain"
@@ -171,7 +185,8 @@ class Progress:
 def comparison_rows(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[tuple[str, str, str, str]]:
-    """(measure, before, after, change) as text, pass@k in order of k; a measure that was not taken shows as "-"."""
+    """Return rows (measure, before, after, change) as text, pass@k in order of k. A measure that
+    was not taken is "-"."""
     rows = []
     for prefix, form in MEASURES:
         names = [
@@ -191,7 +206,7 @@ def comparison_rows(
 def comparison(
     before: Mapping[str, Any], after: Mapping[str, Any], title: str = "Held-out set"
 ) -> Table:
-    """The table at the end of a run, for `rich`."""
+    """Return the table at the end of a run, for `rich`."""
     table = Table(title=title, title_justify="left")
     for column, justify in (
         ("", "left"),

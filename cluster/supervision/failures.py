@@ -1,12 +1,13 @@
-"""What kind of failure an exception is, and what is done about it: pure.
+"""Classify an exception as one of three kinds of failure, each of which has one remedy. Pure.
 
-| kind | what it is | what is done |
+| kind | what it is | remedy |
 | --- | --- | --- |
-| infrastructure | a process, node or connection is gone or silent | retry: replace it, give its work out again |
-| data | this one prompt cannot be worked on | drop: leave it out, with the reason |
-| bug | anything else, the unknown included | stop: end the run with the error |
+| infrastructure | a process, node or connection is lost | retry: replace it, repeat its work |
+| data | this one prompt cannot be worked on | drop: leave the prompt out and report the reason |
+| bug | everything else, unknown exceptions included | stop: end the run with the error |
 
-Exceptions are told apart by the qualified names of their classes, so that nothing that raises them is imported here.
+Exceptions are recognised by the qualified names of their classes, so this module does not import
+the packages that raise them.
 """
 
 from __future__ import annotations
@@ -19,44 +20,49 @@ ACTIONS = {"infrastructure": "retry", "data": "drop", "bug": "stop"}
 RAY = "ray.exceptions."
 INFRASTRUCTURE = {
     *(RAY + name for name in (
-        "RayActorError", "WorkerCrashedError", "LocalRayletDiedError", "NodeDiedError", "OutOfMemoryError",
-        "ObjectLostError", "GetTimeoutError", "RpcError")),
-    "cluster.supervision.failures.LearnerLost", "cluster.supervision.remote.DeadlineExceeded", "builtins.ConnectionError",
-    "builtins.TimeoutError",
-    "torch.distributed.DistNetworkError", "torch.distributed.DistBackendError", "torch.distributed.DistStoreError",
+        "RayActorError", "WorkerCrashedError", "LocalRayletDiedError", "NodeDiedError",
+        "OutOfMemoryError", "ObjectLostError", "GetTimeoutError", "RpcError")),
+    "cluster.supervision.failures.LearnerLost", "cluster.supervision.remote.DeadlineExceeded",
+    "builtins.ConnectionError", "builtins.TimeoutError",
+    "torch.distributed.DistNetworkError", "torch.distributed.DistBackendError",
+    "torch.distributed.DistStoreError",
 }  # fmt: skip
-DATA = {"vllm.exceptions.VLLMClientError"}  # the engine refuses this request, whoever gets it
-# gloo raises a bare RuntimeError where its peer is gone.
+DATA = {"vllm.exceptions.VLLMClientError"}  # every engine would refuse this request
+# gloo raises a plain RuntimeError when its peer is gone, so only the message tells.
 LOST_PEER = re.compile(
     r"gloo.*(closed by peer|reset by peer|broken pipe|connection refused)", re.I | re.S
 )
 
 
 class LearnerLost(RuntimeError):
-    """The learner, or what it had published, is gone: the run must go back to its last checkpoint."""
+    """The learner, or the weights it had published, are lost: the run must go back to its last
+    checkpoint."""
 
 
 class NoRoom(RuntimeError):
-    """No node has room for an actor that the run can go on without."""
+    """No node has room for an actor, and the run can continue without it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """`kind`: infrastructure | data | bug; `reason`: one line for the user."""
+    """The kind of a failure (infrastructure | data | bug) and its reason, one line for the user."""
 
     kind: str
     reason: str
 
     @property
     def action(self) -> str:
-        """retry | drop | stop"""
+        """The remedy: retry | drop | stop."""
         return ACTIONS[self.kind]
 
 
 def classify(error: BaseException) -> Failure:
-    """The first exception of the chain (outermost first) that is known decides; where none is, it is a bug."""
+    """Return the kind and the reason of a failure.
+
+    The first known exception of the chain, outermost first, decides. Where none is known, the
+    failure is a bug."""
     for e in chain(error):
-        if getattr(e, "actor_init_failed", False):  # its constructor raised; it would again
+        if getattr(e, "actor_init_failed", False):  # its constructor raised, and would again
             return Failure("bug", line(error))
         names = names_of(e)
         if names & INFRASTRUCTURE or (
@@ -69,14 +75,17 @@ def classify(error: BaseException) -> Failure:
 
 
 def lost_object(error: BaseException) -> bool:
-    """Whether an object was lost that somebody else made, so that replacing who asked for it does not help."""
+    """Return whether the cause is a lost object, such as published weights. Replacing the actor
+    that asked for the object does not bring it back."""
     return any(RAY + "ObjectLostError" in names_of(e) for e in chain(error))
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what Ray says caused it (`cause`: what was raised inside the actor).
+    """Yield the exception, then what Ray names as its cause (attribute `cause`: what was raised
+    inside the actor).
 
-    Python's own __cause__ is not followed: who wrapped an error in one of his own has judged it already."""
+    Python's own `__cause__` is not followed: code that raises a new error from an old one has
+    classified the old one already."""
     seen: set[int] = set()
     current: object = error
     while isinstance(current, BaseException) and id(current) not in seen:
@@ -86,12 +95,13 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def names_of(error: BaseException) -> set[str]:
-    """Qualified names of an exception's class and all its bases."""
+    """Return the qualified names of an exception's class and of all its bases."""
     return {f"{c.__module__}.{c.__qualname__}" for c in type(error).__mro__}
 
 
 def line(error: BaseException) -> str:
-    """Type and message, in one line: of what was raised inside an actor rather than of Ray's wrapping."""
+    """Return type and message in one line, of the error raised inside the actor rather than of
+    Ray's wrapper."""
     *_, inner = chain(error)
     text = next((t.strip() for t in str(inner).splitlines() if t.strip()), "")
     return f"{type(inner).__name__}: {text}" if text else type(inner).__name__

@@ -9,11 +9,13 @@ from ray.exceptions import GetTimeoutError
 
 
 class DeadlineExceeded(RuntimeError):
-    """An actor did not answer in time; the message names it, the operation, how long it was waited for and a hint."""
+    """An actor did not answer in time. The message names the actor, the operation, the deadline and
+    where to look."""
 
 
 def get(refs: Any, timeout_s: float, operation: str, hint: str = "") -> Any:
-    """ray.get with a deadline. `operation` says who does what, e.g. "generator-0: update_weights"."""
+    """`ray.get` with a deadline; raises DeadlineExceeded. `operation` names who does what, such as
+    "generator-0: update_weights"; `hint` names the log to look at."""
     try:
         return ray.get(refs, timeout=timeout_s)
     except GetTimeoutError as error:
@@ -22,5 +24,5 @@ def get(refs: Any, timeout_s: float, operation: str, hint: str = "") -> Any:
 
 
 def kill(actor: Any) -> None:
-    """End an actor's process now; one that is gone already is fine."""
+    """End an actor's process now. An actor that is gone already is no error."""
     ray.kill(actor, no_restart=True)

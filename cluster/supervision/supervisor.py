@@ -1,4 +1,8 @@
-"""Keeping actors alive: start, watch, end and replace them, as cluster/supervision/health.py and cluster/supervision/failures.py decide."""
+"""Keep actors alive: start them, watch them with pings, end them for certain, and replace those
+that fail.
+
+The decisions are made in cluster/supervision/health.py and cluster/supervision/failures.py.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,14 @@ from cluster.supervision import failures
 from cluster.supervision.health import PROBES, Health
 from cluster.supervision.remote import DeadlineExceeded, get, kill
 
-GRACE_S = 2.0  # between Ray's way of ending a process and SIGKILL
-LOOK_S = 2.0  # between looks at whether a node has room for what is starting
+GRACE_S = 2.0  # how long a process has to obey Ray before SIGKILL
+LOOK_S = 2.0  # between two checks of whether a node has room for an actor that is starting
 
 
 @dataclass(frozen=True)
 class Process:
-    """Where an actor runs: Ray's node id, and the process by its id and the time it was created."""
+    """Where an actor runs: Ray's node id, the process id, and when the process was created (seconds
+    since 1970)."""
 
     node: str
     pid: int
@@ -32,42 +37,53 @@ class Process:
 
 
 def here(_: Any = None) -> Process:
-    """The process that this is called in; an actor runs it through __ray_call__."""
+    """Return the process that this is called in. An actor runs it through `__ray_call__`, which
+    passes the actor."""
     return Process(
         ray.get_runtime_context().get_node_id(), os.getpid(), psutil.Process().create_time()
     )
 
 
 def pingable(kind: type) -> Any:
-    """A remote class whose pings have a thread of their own: an answer says that the process moves, whatever it is
-    working at."""
+    """Make a remote class whose pings have a thread of their own, so that the actor answers them
+    while it works."""
     return ray.remote(concurrency_groups={"pings": 1})(kind)
 
 
 def ping(actor: Any) -> Any:
+    """Ping an actor of a `pingable` class; returns the reference of its answer."""
     return actor.__ray_call__.options(concurrency_group="pings").remote(here)
 
 
 def end_process(process: Process) -> None:
-    """See a process of this machine gone: what Ray was asked to end has GRACE_S for it, then comes SIGKILL, since a
-    process that is stopped does not listen to Ray."""
+    """Make sure that a process of this machine is gone.
+
+    Ray has asked it to end already. After GRACE_S seconds it gets SIGKILL, because a stopped
+    process does not obey Ray. A process that has the same id but another creation time is a
+    different one, and is left alone."""
     with suppress(psutil.NoSuchProcess):
-        found = psutil.Process(process.pid)
-        if found.create_time() != process.created:  # the number belongs to another by now
+        candidate = psutil.Process(process.pid)
+        if candidate.create_time() != process.created:
             return
-        _, alive = psutil.wait_procs([found], timeout=GRACE_S)
+        _, alive = psutil.wait_procs([candidate], timeout=GRACE_S)
         for p in alive:
             p.kill()
         psutil.wait_procs(alive, timeout=10)
 
 
 class Supervised:
-    """One actor, or several that live and die together (the learner's ranks), under one state machine.
+    """One actor, or several that live and die together (the learner's ranks), under one state
+    machine.
 
-    `create(suffix)` returns the handles; the suffix is new each time, since Ray frees a dead actor's name late.
-    `restarts` is the value of the setting `budget`; `cluster` is ClusterConfig. `ping(actor)`: the reference of a
-    probe, for actors that answer while they work; `start_s`: how long a start may take; `hint`: what to look at.
-    `homeless()`: whether a start is to be given up, because no node has room and the run goes on without it.
+    create: (suffix) -> the handles. The suffix of the name differs each time, because Ray frees the
+        name of a dead actor late.
+    cluster: ClusterConfig.
+    budget, restarts: the name of the setting that limits the restarts, and its value.
+    start_s: how many seconds a start may take.
+    hint: which log an error message points to.
+    ping: (actor) -> the reference of a probe's answer. None: the actor is not probed.
+    homeless: whether a start is to be given up, because no node has room and the run can continue
+        without the actor.
     """
 
     def __init__(
@@ -82,14 +98,8 @@ class Supervised:
         ping: Callable[[Any], Any] | None = None,
         homeless: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.name, self.create, self.start_s, self.hint, self.ping = (
-            name,
-            create,
-            start_s,
-            hint,
-            ping,
-        )
-        self.homeless = homeless
+        self.name, self.create, self.start_s, self.hint = name, create, start_s, hint
+        self.ping, self.homeless = ping, homeless
         self.health = Health(
             name,
             budget,
@@ -104,10 +114,12 @@ class Supervised:
 
     @property
     def actor(self) -> Any:
+        """The only actor, or the first of several."""
         return self.actors[0]
 
     def ready(self) -> None:
-        """Until the constructors have returned. Raises DeadlineExceeded, NoRoom, or what a constructor raised."""
+        """Wait until the constructors have returned. Raises DeadlineExceeded, NoRoom, or what a
+        constructor raised."""
         refs = [a.__ray_call__.remote(here) for a in self.actors]
         until = time.monotonic() + self.start_s
         while (
@@ -121,22 +133,25 @@ class Supervised:
         )
 
     def start(self, catch_up: Callable[[], Any] = lambda: None) -> Any:
-        """`ready`, then `catch_up`, whose result is returned; one that dies meanwhile is replaced."""
+        """Wait until the actors are up, then run `catch_up` and return its result. Actors that fail
+        meanwhile are replaced."""
         try:
             self.ready()
-            found = catch_up()
-        except Exception as error:  # noqa: BLE001 - classified
+            result = catch_up()
+        except Exception as error:  # noqa: BLE001 - `replace` classifies it
             return self.replace(error, catch_up)
         if self.health.state == "starting":
             self.health.move("healthy")
-        return found
+        return result
 
     def silent(self) -> DeadlineExceeded | None:
-        """Send a probe if one is due; the error to act on where one has been unanswered past its deadline."""
+        """Send a probe if one is due. Returns the error to act on where a probe is past its
+        deadline, else None."""
         if self.ping is None or self.health.state not in ("healthy", "suspect"):
             return None
         if self.probe is not None and ray.wait([self.probe], timeout=0, fetch_local=False)[0]:
-            self.probe = None  # that it died shows in what it was asked to do
+            # An error counts as an answer here: that the actor died shows in the work it was given.
+            self.probe = None
             self.health.heard()
         if self.health.ask():
             self.probe = self.ping(self.actor)
@@ -153,7 +168,8 @@ class Supervised:
         return None
 
     def wait(self, ref: Any, timeout_s: float, operation: str) -> Any:
-        """Like cluster.supervision.remote.get, but raises DeadlineExceeded as soon as probes stay unanswered."""
+        """Return the value of `ref`. Raises DeadlineExceeded after `timeout_s` seconds, or as soon
+        as a probe is past its deadline."""
         until = time.monotonic() + timeout_s
         while (left := until - time.monotonic()) > 0:
             ready, _ = ray.wait(
@@ -168,62 +184,69 @@ class Supervised:
         )
 
     def replace(self, why: Exception, catch_up: Callable[[], Any] = lambda: None) -> Any:
-        """End it and start it anew, with `catch_up` to bring it up to date; returns what that returns.
+        """End the actors, start new ones, bring them up to date with `catch_up`, and return its
+        result.
 
-        Where the new one is lost too, again, until the budget is used up (RestartsExhausted). Where that cannot help
-        (failures.classify) raises `why` itself, or what start or `catch_up` raised; LearnerLost where an object that
-        was given to it is lost."""
+        New actors that fail too are replaced in turn, until the budget of restarts is used up
+        (RestartsExhausted). Raises `why`, or what the start or `catch_up` raised, where
+        failures.classify says that a new actor would not help. Raises LearnerLost where an object
+        that was given to the actor is lost."""
         began = time.monotonic()
         while True:
-            failure = failures.classify(why)
-            if failure.action != "retry":
-                raise why
-            if failures.lost_object(why):
-                raise failures.LearnerLost(
-                    f"{self.name} was given what is gone: {failure.reason}"
-                ) from why
-            if self.health.state != "dead":
-                self.health.move("dead")
-            self.end()
-            delay = self.health.restart(failure.reason.rstrip("."))
-            tell(
-                f"{self.name} is lost ({failure.reason}); starting it again"
-                + (f" in {delay:g} s" if delay else "")
-                + f", restart {self.health.restarts}"
-            )
-            time.sleep(delay)
-            self.actors = self.create(f"-{self.health.restarts}")
+            self._restart(why)
             try:
                 self.ready()
                 self.health.move("stale")
-                found = catch_up()
+                result = catch_up()
             except failures.LearnerLost:
                 raise
             except failures.NoRoom:
                 self.end()
                 self.health.move("dead")
                 raise
-            except Exception as error:  # noqa: BLE001 - classified at the top
+            except Exception as error:  # noqa: BLE001 - `_restart` classifies it
                 why = error
                 continue
             self.health.move("healthy")
             tell(f"{self.name} is healthy again after {time.monotonic() - began:.0f} s")
-            return found
+            return result
+
+    def _restart(self, why: Exception) -> None:
+        """End the actors and, after the back-off, create new ones. Raises as `replace` does."""
+        failure = failures.classify(why)
+        if failure.action != "retry":
+            raise why
+        if failures.lost_object(why):
+            raise failures.LearnerLost(
+                f"{self.name} was given what is gone: {failure.reason}"
+            ) from why
+        if self.health.state != "dead":
+            self.health.move("dead")
+        self.end()
+        delay = self.health.restart(failure.reason.rstrip("."))
+        tell(
+            f"{self.name} is lost ({failure.reason}); starting it again"
+            + (f" in {delay:g} s" if delay else "")
+            + f", restart {self.health.restarts}"
+        )
+        time.sleep(delay)
+        self.actors = self.create(f"-{self.health.restarts}")
 
     def end(self) -> None:
-        """Its processes are gone when this returns, hung ones too."""
+        """End the actors. Their processes are gone when this returns, even those that hung."""
         for actor in self.actors:
             kill(actor)
-        mine = ray.get_runtime_context().get_node_id()
+        my_node = ray.get_runtime_context().get_node_id()
         for process in self.processes:
-            if process.node == mine:
+            if process.node == my_node:
                 end_process(process)
                 continue
-            there = NodeAffinitySchedulingStrategy(process.node, soft=False)
-            with suppress(RayError):  # the node is gone or out of reach, and the process with it
+            on_its_node = NodeAffinitySchedulingStrategy(process.node, soft=False)
+            # A node that cannot be reached is lost, and the process with it.
+            with suppress(RayError):
                 ray.get(
                     ray.remote(end_process)
-                    .options(num_cpus=0, scheduling_strategy=there)
+                    .options(num_cpus=0, scheduling_strategy=on_its_node)
                     .remote(process),
                     timeout=30.0,
                 )
@@ -231,4 +254,5 @@ class Supervised:
 
 
 def tell(text: str) -> None:
+    """Print one line for the user."""
     print(f"volley: {text}", flush=True)

@@ -17,13 +17,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-SATURATED, LEARNABLE, COLLAPSED, SCATTERED, UNDETERMINED = REGIMES = (
-    "saturated",
-    "learnable",
-    "collapsed",
-    "scattered",
-    "undetermined",
+from cluster.monitoring.vocabulary import (
+    COLLAPSED,
+    LEARNABLE,
+    REGIMES,
+    SATURATED,
+    SCATTERED,
+    UNDETERMINED,
 )
+
 FILTERS = ("none", "skip_dead", "down_weight", "resample")
 
 

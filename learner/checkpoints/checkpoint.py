@@ -25,7 +25,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from cluster.monitoring import metrics
 from cluster.security import redact
-from conf.schema import CheckpointConfig, Config, ConfigError, keys
+from conf.schema import CheckpointConfig, Config, ConfigError
+from conf.settings import keys
 from learner.evaluation.measures import MAJ_K, PASS_KS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -361,7 +362,7 @@ def changes(cfg: Config, saved: dict[str, Any]) -> list[str]:
         return settings
 
     out, now, saved = [], as_dict(cfg), portable(saved)  # config.yaml holds the path as it was
-    for key in keys(cfg):
+    for key in keys():
         old, new = lookup(saved, key), lookup(now, key)
         harmless = key.startswith(HARMLESS) and not (
             key == "steps" and cfg.optimizer.decay == "cosine"

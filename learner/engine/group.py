@@ -1,4 +1,4 @@
-"""The learner's ranks as one handle: start, update, publish, save; every call with a deadline."""
+"""The learner's ranks as one handle: start, update, publish, save. Every call has a deadline."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from cluster.supervision.supervisor import Supervised
 from learner.engine.rank import LearnerRank, UpdateJob
 
 HINT = "the learner's log in the session's logs folder of Ray"
-GRACE_S = 10.0  # one rank has failed: how long the others have to say why
+GRACE_S = 10.0  # how long the other ranks have to fail too, once one rank has failed
 
 
 class LearnerGroup:
-    """`cfg`: conf.schema.Config. Starts one actor a rank and joins them. What is asked of them raises LearnerLost
-    when one dies or hangs: the others cannot go on without it, and `revive` starts all of them anew.
-    `rank`: their class; `role`: the name they have, and whose places they take (cluster/placement.py)."""
+    """The learner: one actor for each rank, joined to one process group.
+
+    Ranks live and die together, because the others cannot go on without a lost one. So every call
+    raises LearnerLost where a rank dies or hangs, and `revive` replaces all ranks.
+
+    cfg: conf.schema.Config. rank: the class of the actors. role: their name, and the role whose
+    places they take (cluster/placement.py)."""
 
     def __init__(self, cfg: Any, rank: type = LearnerRank, role: str = "learner") -> None:
         self.cfg, self.rank, self.role = cfg, rank, role
@@ -60,36 +64,41 @@ class LearnerGroup:
         return self.member.health.restarts
 
     def start(self, checkpoint: str | None = None) -> dict[str, float]:
-        """Build the engines, from a checkpoint's folder if given; returns {"parameters": count}."""
+        """Build the engines, from a checkpoint's folder or the initial model (None); returns
+        {"parameters": count}."""
         return self.member.start(lambda: self._join(checkpoint))
 
     def revive(self, why: LearnerLost, checkpoint: str | None) -> None:
-        """All ranks anew, from a checkpoint's folder or the initial model. Raises RestartsExhausted."""
+        """Replace all ranks; they start from a checkpoint's folder or the initial model (None).
+        Raises RestartsExhausted."""
         self.member.replace(why, lambda: self._join(checkpoint))
 
     def _join(self, checkpoint: str | None) -> dict[str, float]:
-        address, port = self._ask([self.ranks[0].rendezvous.remote()], "rendezvous")[0]
-        return self._ask([r.start.remote(address, port, checkpoint) for r in self.ranks], "start")[
-            0
-        ]
+        """Join the ranks to one process group and build their engines."""
+        address, port = self._answers([self.ranks[0].rendezvous.remote()], "rendezvous")[0]
+        refs = [rank.start.remote(address, port, checkpoint) for rank in self.ranks]
+        return self._answers(refs, "start")[0]
 
-    def _all(self, method: str, *args: Any, shown: str, timeout_s: float = 0.0) -> list[Any]:
-        """What every rank returns of `method`."""
+    def _call(self, method: str, *args: Any, operation: str, timeout_s: float = 0.0) -> list[Any]:
+        """Call a method of every rank; returns their results. Raises LearnerLost where a rank is
+        lost."""
         try:
-            return self._ask(
-                [getattr(r, method).remote(*args) for r in self.ranks], shown, timeout_s
-            )
+            refs = [getattr(rank, method).remote(*args) for rank in self.ranks]
+            return self._answers(refs, operation, timeout_s)
         except Exception as error:
             failure = failures.classify(error)
             if failure.action != "retry":
                 raise
-            raise LearnerLost(f"{shown}: {failure.reason}") from error
+            raise LearnerLost(f"{operation}: {failure.reason}") from error
 
-    def _ask(self, refs: list[Any], shown: str, timeout_s: float = 0.0) -> list[Any]:
-        """What the ranks answer. Where one dies the others fail too, each in its way, and may be heard first: raises
-        the error of one that is lost, if any."""
+    def _answers(self, refs: list[Any], operation: str, timeout_s: float = 0.0) -> list[Any]:
+        """Wait for the answers of the ranks.
+
+        Where a rank dies, the other ranks fail as well, with errors of their own that may come
+        first. Raises the error of a rank that is lost, if there is one within GRACE_S seconds, and
+        otherwise the first error."""
         try:
-            return get(refs, timeout_s or self.cfg.learner.timeout_s, f"learner: {shown}", HINT)
+            return get(refs, timeout_s or self.cfg.learner.timeout_s, f"learner: {operation}", HINT)
         except Exception as error:
             if failures.classify(error).action == "retry":
                 raise
@@ -102,37 +111,40 @@ class LearnerGroup:
             raise
 
     def update(self, job: UpdateJob) -> dict[str, Any]:
-        """Train on one batch. Returns {"stats": name -> Stat, "steps": a dict an optimizer step}."""
-        results = self._all("update", job, shown=f"update of version {job.version}")
+        """Train on one batch. Returns {"stats": name -> Stat over all ranks, "steps": one dict for
+        each optimizer step}."""
+        results = self._call("update", job, operation=f"update of version {job.version}")
         stats = Accumulator()
         for result in results:
             stats.merge(result["stats"])
         return {"stats": stats, "steps": results[0]["steps"]}
 
     def publish(self, version: int, probe_ids: list[list[int]] | None = None) -> Published:
-        """The current weights as `version`, in the object store."""
+        """Put the current weights into the object store as `version`."""
         g = self.cfg.generator
-        found = self._all(
+        published = self._call(
             "publish",
             g.bucket_mib << 20,
             g.sync_tolerance,
             probe_ids,
-            shown=f"publish version {version}",
+            operation=f"publish version {version}",
             timeout_s=g.sync_timeout_s,
         )[0]
-        return Published(version, found["buckets"], found["probe"])
+        return Published(version, published["buckets"], published["probe"])
 
     def score(self, job: Any) -> list[tuple[int, list[float]]]:
-        """(row of the plan, logits) of each answer of a RewardJob. Ranks must be learner.engine.reward_rank.RewardRank."""
-        return [pair for part in self._all("score", job, shown="score") for pair in part]
+        """Return (row of the plan, logits) for each answer of a RewardJob. The ranks must be of
+        class learner.engine.reward_rank.RewardRank."""
+        return [pair for part in self._call("score", job, operation="score") for pair in part]
 
     def save_state(self, folder: str) -> None:
         """Write policy.safetensors (and critic.safetensors) into an existing folder."""
-        self._all("save_state", folder, shown=f"save {folder}")
+        self._call("save_state", folder, operation=f"save {folder}")
 
     def save_model(self, directory: str, tokenizer: Any) -> None:
         """Write a Hugging Face directory that does not exist yet."""
-        self._all("save_model", directory, tokenizer, shown=f"save {directory}")
+        self._call("save_model", directory, tokenizer, operation=f"save {directory}")
 
     def stop(self) -> None:
+        """End all ranks."""
         self.member.end()

@@ -9,11 +9,10 @@ import numpy as np
 
 from cluster.monitoring.metrics import LOSS_NAMES
 from cluster.monitoring.stat import Stat
+from cluster.monitoring.vocabulary import STATUSES
 from learner.algorithms import regimes
 from learner.algorithms.assemble import Assembled, Scores
 from learner.evaluation.measures import MAJ_K, PASS_KS, RERANK_N, rerank, summarise
-
-STATUS_NAMES = ("ok", "error", "timeout", "ungradable")
 
 
 def step_metrics(
@@ -104,7 +103,7 @@ def reward_metrics(
     reward models, are from the gold answers."""
     ok = scores.valid
     values: dict[str, float | Stat] = {
-        f"reward/{s}_share": float(np.mean([t == s for t in scores.statuses])) for s in STATUS_NAMES
+        f"reward/{s}_share": float(np.mean([t == s for t in scores.statuses])) for s in STATUSES
     }
     if ok.any():
         values["reward"] = Stat.of(scores.rewards[ok].tolist())

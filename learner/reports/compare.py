@@ -20,7 +20,8 @@ from typing import Any
 
 import yaml
 
-from cluster.monitoring.metrics import MetricError, read
+from cluster.monitoring.sinks import read
+from cluster.monitoring.stat import MetricError
 
 STEP = 0.05  # of accuracies that samples are counted to
 HEADER = (

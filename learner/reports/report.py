@@ -16,8 +16,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from cluster.monitoring.metrics import REGIMES, MetricError, read
 from cluster.monitoring.progress import comparison_rows, duration
+from cluster.monitoring.sinks import read
+from cluster.monitoring.stat import MetricError
+from cluster.monitoring.vocabulary import REGIMES
 
 Rows = Sequence[dict[str, Any]]
 COLUMNS = [

@@ -1,9 +1,11 @@
-"""stage=annotate: a label for each step of the policy's answers, from what becomes of them (Math-Shepherd, 2312.08935).
+"""The stage that labels each step of the policy's answers by what becomes of them.
 
-    prompts -> answers -> steps -> prefixes -> completions -> rewards -> labels -> RUN_DIR/annotations.parquet
+Math-Shepherd (2312.08935):
 
-Written in parts of PART prompts, each a function of the settings alone, so that `resume=auto` makes what is missing.
-Unlike in training, token ids come to the controller here: prefixes are prompts, and prompts are its business.
+    prompts -> answers -> steps -> prefixes -> completions -> rewards -> labels -> annotations.parquet
+
+A step of this stage labels one part of PART prompts. A part is a function of the settings alone and
+is a file of its own, so that `resume=auto` makes the parts that are missing.
 """
 
 from __future__ import annotations
@@ -11,123 +13,152 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
 
 from actors.data.prompt import Prompt
 from actors.data.stream import PromptStream
-from actors.records import GroupMeta, SamplingParams
-from actors.rollouts import Group
 from cluster.monitoring.progress import duration
-from cluster.stopping import RunError, Stopping
+from cluster.stopping import RunError
 from conf.schema import Config
-from learner.algorithms.assemble import read_scores
 from learner.checkpoints import checkpoint
-from learner.stages.sampling import Engines, Request
-from reward_service.step_labels.annotation import (
-    Label,
-    Prefix,
-    correlation,
-    label,
-    prefixes,
-    step_labels,
-)
-from reward_service.step_labels.steps import step_ends, sum_steps, token_at
+from learner.launch import Launch
+from learner.stage import Run, Stage, open_log, plain_progress
+from learner.stages.annotator import Annotator
+from learner.stages.engines import load_prompts, open_policy
+from learner.stages.sampling import SamplingEngines
+from learner.state import State
+from reward_service.step_labels.annotation import correlation
 
 PART = 16  # prompts
 IDS = 1_000_000  # group ids that a part may use
 FOLDER, SETTINGS = "annotations", "settings.json"
-ROW = pa.schema(
-    [
-        ("prompt_id", pa.string()),
-        ("question", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("completion_ids", pa.list_(pa.int32())),
-        ("completion", pa.string()),
-        ("ends", pa.list_(pa.int32())),
-        ("soft", pa.list_(pa.float64())),
-        ("hard", pa.list_(pa.float64())),
-        (
-            "exact",
-            pa.list_(pa.float64()),
-        ),  # what the task itself says of each step; null where it says nothing
-        ("accuracy", pa.float64()),
-    ]
-)
+OUTPUT = "annotations.parquet"
 
 
 @dataclass(frozen=True)
-class _Answer:
-    prompt: Prompt
-    prompt_ids: list[int]
-    ids: list[int]
-    text: str
-    ends: list[int]
-    accuracy: float  # nan: not judged
+class AnnotateRun(Run):
+    """The handles of this stage, on top of those of every stage."""
+
+    engines: SamplingEngines | None  # None where every part is there already
+    parts: list[list[Prompt]]
+    missing: list[int]  # parts that are to be made
+    folder: Path
 
 
-def annotate(cfg: Config, run_dir: Path, stopping: Stopping) -> None:
-    """All parts that are not there yet, then annotations.parquet and summary.json."""
-    began = time.monotonic()
-    folder = run_dir / FOLDER
-    begin(cfg, folder)
-    engines = Engines(cfg, run_dir)
-    prompts = PromptStream(engines.train, cfg.seed).next(cfg.annotate.prompts)
+def build(launch: Launch, state: State, stack: ExitStack) -> AnnotateRun:
+    """See which parts are missing, and create the actors that make them."""
+    folder = launch.run_dir / FOLDER
+    begin(launch.cfg, folder)
+    cfg, policy = open_policy(launch.cfg, launch.run_dir)
+    train, heldout = load_prompts(cfg, policy)
+    prompts = PromptStream(train, cfg.seed).next(cfg.annotate.prompts)
     parts = [prompts[i : i + PART] for i in range(0, len(prompts), PART)]
     missing = [k for k in range(len(parts)) if not whole(folder / name(k))]
-    if missing:
-        engines.start()
-    stopping.gently = True
-    spent = 0.0
-    for done, k in enumerate(missing, 1):
-        started = time.monotonic()
-        table, counts = Annotator(cfg, engines, k * IDS).part(parts[k])
-        counts["seconds"] = time.monotonic() - started
-        write(table.replace_schema_metadata({"counts": json.dumps(counts)}), folder / name(k))
-        spent += counts["seconds"]
-        print(
-            f"volley: part {k + 1}/{len(parts)}: {table.num_rows} answers, {counts['steps']} steps, "
-            f"{counts['completions']} completions  left {duration(spent / done * (len(missing) - done))}",
-            flush=True,
-        )
-        if stopping.is_set():
-            raise KeyboardInterrupt
-    stopping.gently = False
-    if missing:
-        engines.stop()
-    tables = [pq.read_table(folder / name(k)) for k in range(len(parts))]
+    engines = SamplingEngines.create(cfg, policy, train, heldout) if missing else None
+    return AnnotateRun(
+        launch=launch,
+        cfg=cfg,
+        log=open_log(launch, state, len(missing), stack),
+        progress=plain_progress(cfg, len(missing)),
+        learner=engines.learner if engines else None,
+        engines=engines,
+        parts=parts,
+        missing=missing,
+        folder=folder,
+    )
+
+
+def ready(run: AnnotateRun, state: State, saved: Path | None) -> None:
+    """Wait until the generators have proved the weights."""
+    if run.engines:
+        run.engines.start()
+
+
+def rewind(run: AnnotateRun, state: State, saved: Path | None) -> None:
+    """Bring the weights of the new learner to the generators. Parts that are done stay."""
+    run.engines.rewind()
+
+
+def step(run: AnnotateRun, state: State, number: int) -> None:
+    """Label one part and write it; a part that is there already is left as it is."""
+    k = run.missing[number - 1]
+    file = run.folder / name(k)
+    if whole(file):
+        return
+    began = time.monotonic()
+    table, counts = Annotator(run.cfg, run.engines, k * IDS).part(run.parts[k])
+    counts["seconds"] = time.monotonic() - began
+    write(table.replace_schema_metadata({"counts": json.dumps(counts)}), file)
+    state.generating_s += counts["seconds"]
+    left_s = state.generating_s / number * (len(run.missing) - number)
+    print(
+        f"volley: part {k + 1}/{len(run.parts)}: {table.num_rows} answers, {counts['steps']} steps, "
+        f"{counts['completions']} completions  left {duration(left_s)}",
+        flush=True,
+    )
+
+
+def finish(run: AnnotateRun, state: State) -> dict[str, Any]:
+    """End the actors, and write annotations.parquet and summary.json from all parts."""
+    if run.engines:
+        run.engines.stop()
+    cfg, run_dir = run.cfg, run.launch.run_dir
+    tables = [pq.read_table(run.folder / name(k)) for k in range(len(run.parts))]
     summary = summarise(tables) | {
         "experiment": cfg.experiment,
         "seed": cfg.seed,
-        "prompts": len(prompts),
-        "wall_s": round(time.monotonic() - began, 1),
+        "prompts": sum(map(len, run.parts)),
+        "wall_s": round(time.monotonic() - run.launch.started, 1),
     }
-    write(
-        pa.concat_tables([t.replace_schema_metadata() for t in tables]),
-        run_dir / "annotations.parquet",
-    )
-    beside = run_dir / "summary.json.partial"
-    beside.write_text(json.dumps(summary, indent=1) + "\n")
-    beside.rename(run_dir / "summary.json")
-    told = [
-        f"{kind} {r:.3f}"
+    write(pa.concat_tables([t.replace_schema_metadata() for t in tables]), run_dir / OUTPUT)
+    partial = run_dir / "summary.json.partial"
+    partial.write_text(json.dumps(summary, indent=1) + "\n")
+    partial.rename(run_dir / "summary.json")
+    return summary
+
+
+def conclude(run: AnnotateRun, state: State, summary: dict[str, Any], setup_s: float) -> None:
+    """Say how many labels there are, and how they agree with the exact check."""
+    run.log.close()
+    known = [
+        f"{kind} {value:.3f}"
         for kind in ("soft", "hard")
-        if (r := summary[f"{kind}_correlation"]) is not None
+        if (value := summary[f"{kind}_correlation"]) is not None
     ]
-    agree = (
-        f"; labels correlate with the exact check of the steps: {', '.join(told)}" if told else ""
+    agreement = (
+        f"; labels correlate with the exact check of the steps: {', '.join(known)}" if known else ""
     )
     print(
-        f"volley: {summary['answers']} answers, {summary['dropped']} dropped, {summary['steps']} steps{agree}\n"
-        f"volley: done in {summary['wall_s']:.0f} s; the labels are in {run_dir / 'annotations.parquet'}",
+        f"volley: {summary['answers']} answers, {summary['dropped']} dropped, "
+        f"{summary['steps']} steps{agreement}\n"
+        f"volley: done in {summary['wall_s']:.0f} s; "
+        f"the labels are in {run.launch.run_dir / OUTPUT}",
         flush=True,
     )
+
+
+STAGE = Stage(
+    name="annotate",
+    inputs={"model": "model.path", "data": "data.kind"},
+    outputs={"annotations": OUTPUT},
+    build=build,
+    ready=ready,
+    rewind=rewind,
+    steps=lambda run: len(run.missing),
+    step=step,
+    finish=finish,
+    conclude=conclude,
+)
+
+
+# ---- parts ---------------------------------------------------------------------------------------
 
 
 def begin(cfg: Config, folder: Path) -> None:
@@ -163,121 +194,6 @@ def write(table: pa.Table, file: Path) -> None:
     beside = file.with_suffix(".partial")
     pq.write_table(table, beside)
     beside.rename(file)
-
-
-class Annotator:
-    """One part. Its group ids lie below -1 - `first`, so what is sampled does not depend on which parts came before."""
-
-    def __init__(self, cfg: Config, engines: Engines, first: int) -> None:
-        self.cfg, self.engines = cfg, engines
-        engines.sampled = first
-
-    def part(self, prompts: Sequence[Prompt]) -> tuple[pa.Table, dict[str, int]]:
-        """(rows of ROW, counts) of the answers to `prompts`; those that cannot be labelled are counted and left out.
-
-        prefix_tokens: of the prompts that completions begin with, of which cached_tokens had been worked out."""
-        a = self.cfg.annotate
-        groups, scored = self.engines.sample(
-            [self.engines.request(p, a.answers, a.temperature) for p in prompts]
-        )
-        answers = self.answers(groups, read_scores(scored).accuracy)
-        found, metas = self.complete(answers)
-        rows, dropped = [], 0
-        for answer in answers:
-            labels = step_labels(
-                answer.ids, answer.ends, answer.accuracy, found[answer.prompt.prompt_id]
-            )
-            if labels is None:
-                dropped += 1
-                continue
-            soft, hard = (list(column) for column in zip(*labels, strict=True))
-            rows.append(
-                (
-                    answer.prompt.prompt_id,
-                    answer.prompt.question,
-                    answer.prompt_ids,
-                    answer.ids,
-                    answer.text,
-                    answer.ends,
-                    soft,
-                    hard,
-                    exact(answer, self.decode),
-                    answer.accuracy,
-                )
-            )
-        columns = [list(c) for c in zip(*rows, strict=True)] or [[]] * len(ROW)
-        table = pa.table(
-            [pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)], schema=ROW
-        )
-        return table, {
-            "answers": len(rows),
-            "dropped": dropped,
-            "steps": sum(len(r[5]) for r in rows),
-            "completions": sum(len(m.lengths) for m in metas),
-            "tokens": sum(len(x.ids) for x in answers) + int(sum(m.lengths.sum() for m in metas)),
-            "prefix_tokens": sum(m.prompt_tokens * len(m.lengths) for m in metas),
-            "cached_tokens": sum(m.cached_tokens for m in metas),
-        }
-
-    def answers(self, groups: Sequence[Group], accuracy: np.ndarray) -> list[_Answer]:
-        """The samples of some groups, in order, with their steps; `accuracy` float [samples]."""
-        out: list[_Answer] = []
-        for group in groups:
-            table = ray.get(group.table, timeout=self.cfg.rollout.timeout_s)
-            for prompt_ids, ids in zip(
-                *(table.column(c).to_pylist() for c in ("prompt_ids", "completion_ids")),
-                strict=True,
-            ):
-                text = self.decode(ids)
-                ends = step_ends(self.cfg.data.steps, group.prompt.prefill, text, ids, self.decode)
-                out.append(
-                    _Answer(group.prompt, prompt_ids, ids, text, ends, float(accuracy[len(out)]))
-                )
-        return out
-
-    def complete(
-        self, answers: Sequence[_Answer]
-    ) -> tuple[dict[str, dict[Prefix, Label | None]], list[GroupMeta]]:
-        """(labels by prompt_id and prefix, scalars of the completions) of every distinct prefix of the answers.
-
-        Prefixes of one prompt are asked for one after the other: they share blocks of vLLM's prefix cache."""
-        a, r = self.cfg.annotate, self.cfg.rollout
-        asked: list[tuple[_Answer, Prefix]] = []
-        for prompt_id in dict.fromkeys(x.prompt.prompt_id for x in answers):
-            same = [x for x in answers if x.prompt.prompt_id == prompt_id]
-            asked += [(same[0], prefix) for prefix in prefixes([(x.ids, x.ends) for x in same])]
-        requests = [
-            Request(
-                replace(x.prompt, prefill=x.prompt.prefill + self.decode(prefix)),
-                [*x.prompt_ids, *prefix],
-                a.completions,
-                SamplingParams(r.max_tokens - len(prefix), r.temperature),
-            )
-            for x, prefix in asked
-        ]
-        groups, scored = self.engines.sample(requests) if requests else ([], [])
-        found: dict[str, dict[Prefix, Label | None]] = {x.prompt.prompt_id: {} for x in answers}
-        for (x, prefix), batch in zip(asked, scored, strict=True):
-            found[x.prompt.prompt_id][prefix] = label(read_scores([batch]).accuracy.tolist())
-        return found, [g.meta for g in groups]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.engines.tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-
-
-def exact(answer: _Answer, decode: Any) -> list[float | None] | None:
-    """Whether each step is right, for sums, where the task itself tells; the last is whether the answer is."""
-    if not answer.prompt.data_source.startswith("arithmetic"):
-        return None
-    prefill = answer.prompt.prefill
-    known = {
-        token_at(answer.ids, end - len(prefill), decode): float(right)
-        for end, right in sum_steps(answer.prompt.question, prefill + answer.text)
-        if end > len(prefill)
-    }
-    return [known.get(end) for end in answer.ends[:-1]] + [answer.accuracy]
 
 
 def summarise(tables: Sequence[pa.Table]) -> dict[str, Any]:

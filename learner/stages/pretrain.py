@@ -1,11 +1,17 @@
-"""Pre-training of the embedded base model, on the learner's own path: packed corpus -> rollout record -> update.
+"""The stage that pre-trains the embedded base model, on the learner's own path.
 
-Every token but a sequence's first is trained on, all with equal weight; deterministic given the seed and the threads.
+    packed corpus -> ROLLOUT table -> update
+
+Every token of a sequence but its first is trained on, all with equal weight. The result depends on
+the seed and the number of threads alone. The corpus is packed by a Ray actor, so that no tokens pass
+through the driver.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +29,42 @@ from learner.algorithms.losses import sample_weights
 from learner.algorithms.schedule import learning_rate
 from learner.engine.group import LearnerGroup
 from learner.engine.rank import UpdateJob
+from learner.launch import Launch
+from learner.stage import Run, Stage, open_log, plain_progress
+from learner.state import State
+
+LINE_EVERY = 20  # steps between two lines of output and of metrics
+
+
+@dataclass(frozen=True)
+class PretrainRun(Run):
+    """The handles of this stage, on top of those of every stage."""
+
+    tokenizer: Any
+    corpus: Any  # handle of a CorpusReader
+    sequences: int  # a step
+    length: int  # tokens of a sequence
+
+
+class CorpusReader:
+    """Ray actor that packs the corpus: the table of each step, which stays in the object store."""
+
+    def __init__(self, tokenizer: Any, seed: int, sequences: int, length: int) -> None:
+        self.settings = (tokenizer, seed, sequences, length)
+        self.begin()
+
+    def begin(self) -> None:
+        self.batches, self.next_number = packed_batches(*self.settings), 1
+
+    def table(self, number: int) -> pa.RecordBatch:
+        """The ROLLOUT table of step `number`, counted from 1; the same whatever was asked before."""
+        if number < self.next_number:
+            self.begin()
+        while True:
+            ids, found = next(self.batches), self.next_number
+            self.next_number += 1
+            if found == number:
+                return as_rollout(ids)
 
 
 def as_rollout(ids: np.ndarray) -> pa.RecordBatch:
@@ -52,7 +94,11 @@ def as_rollout(ids: np.ndarray) -> pa.RecordBatch:
 def whole_batch_job(
     cfg: Config, table: Any, lengths: np.ndarray, completion: np.ndarray, step: int
 ) -> UpdateJob:
-    """An UpdateJob that trains on every row of one table with advantage 1 (maximum likelihood)."""
+    """An UpdateJob that trains on every row of one table with advantage 1 (maximum likelihood).
+
+    `lengths`, `completion`: int [rows], tokens of a sequence, and how many of them are learned;
+    `step` counts from 0.
+    """
     n = len(lengths)
     where = place(lengths, np.arange(n), 1, cfg.learner.ranks, cfg.learner.micro_batch_tokens)
     weights = sample_weights(
@@ -66,43 +112,84 @@ def whole_batch_job(
     return UpdateJob(0, [table], None, plan, where.micro_batches, (rate,), 1.0)
 
 
-def pretrain(cfg: Config, run_dir: Path) -> None:
-    """Train for cfg.steps and write run_dir/model."""
-    from cluster.monitoring.metrics import MetricLog
-
+def build(launch: Launch, state: State, stack: ExitStack) -> PretrainRun:
+    """Create the learner's ranks and the reader of the corpus."""
+    cfg = launch.cfg
     tokenizer = load_tokenizer(cfg.model)
-    learner = LearnerGroup(cfg)
-    parameters = learner.start()["parameters"]
-    print(f"volley: {parameters:,.0f} parameters", flush=True)
-    shape = (int(cfg.data.options["sequences"]), int(cfg.data.options["length"]))
-    batches = packed_batches(tokenizer, cfg.seed, *shape)
-    log = MetricLog(
-        run_dir,
-        wandb=cfg.logging.wandb,
-        wandb_project=cfg.logging.wandb_project,
-        run_meta={"experiment": cfg.experiment, "seed": cfg.seed},
+    sequences, length = (int(cfg.data.options[key]) for key in ("sequences", "length"))
+    reader = ray.remote(CorpusReader).options(name="corpus", num_cpus=0, max_restarts=-1)
+    return PretrainRun(
+        launch=launch,
+        cfg=cfg,
+        log=open_log(launch, state, cfg.steps, stack),
+        progress=plain_progress(cfg, cfg.steps),
+        learner=LearnerGroup(cfg),
+        tokenizer=tokenizer,
+        corpus=reader.remote(tokenizer, cfg.seed, sequences, length),
+        sequences=sequences,
+        length=length,
     )
-    lengths = np.full(shape[0], shape[1])
-    started = time.monotonic()
-    for step in range(cfg.steps):
-        table = ray.put(as_rollout(next(batches)))
-        result = learner.update(whole_batch_job(cfg, table, lengths, lengths - 1, step))
-        if step % 20 == 19 or step == cfg.steps - 1:
-            stats, outcome = result["stats"], result["steps"][0]
-            seconds = time.monotonic() - started
-            log.log(
-                step + 1,
-                {
-                    "pretrain/loss": stats["loss"].sum,
-                    "actor/grad_norm": outcome["grad_norm"],
-                    "actor/lr": outcome["learning_rate"],
-                },
-            )
-            print(
-                f"volley: step {step + 1}/{cfg.steps} loss {stats['loss'].sum:.4f} "
-                f"{(step + 1) * shape[0] * shape[1] / seconds:,.0f} tokens/s",
-                flush=True,
-            )
-    learner.save_model(str(run_dir / "model"), tokenizer)
-    log.close()
-    print(f"volley: wrote {run_dir / 'model'}", flush=True)
+
+
+def ready(run: PretrainRun, state: State, saved: Path | None) -> None:
+    """Wait for the ranks, which load the checkpoint in `saved` if there is one."""
+    parameters = run.learner.start(str(saved) if saved else None)["parameters"]
+    print(f"volley: {parameters:,.0f} parameters", flush=True)
+
+
+def rewind(run: PretrainRun, state: State, saved: Path | None) -> None:
+    """Nothing to do: the reader of the corpus gives any step's table again."""
+
+
+def step(run: PretrainRun, state: State, number: int) -> None:
+    """One optimizer step."""
+    began = time.monotonic()
+    lengths = np.full(run.sequences, run.length)
+    table = run.corpus.table.remote(number)
+    job = whole_batch_job(run.cfg, table, lengths, lengths - 1, number - 1)
+    result = run.learner.update(job)
+    if number % LINE_EVERY and number != run.cfg.steps:
+        return
+    stats, outcome = result["stats"], result["steps"][0]
+    loss = stats["loss"].sum
+    values = {
+        "pretrain/loss": loss,
+        "actor/grad_norm": outcome["grad_norm"],
+        "actor/lr": outcome["learning_rate"],
+    }
+    state.metrics = run.log.log(number, values)
+    rate = run.sequences * run.length / (time.monotonic() - began)
+    steps = run.cfg.steps
+    print(f"volley: step {number}/{steps} loss {loss:.4f} {rate:,.0f} tokens/s", flush=True)
+
+
+def save(run: PretrainRun, state: State, folder: Path) -> None:
+    """Write the tensors of a checkpoint."""
+    run.learner.save_state(str(folder))
+
+
+def finish(run: PretrainRun, state: State) -> dict[str, Any]:
+    """Write the model to RUN_DIR/model."""
+    run.learner.save_model(str(run.launch.run_dir / "model"), run.tokenizer)
+    return {}
+
+
+def conclude(run: PretrainRun, state: State, after: dict[str, Any], setup_s: float) -> None:
+    """Say where the model is."""
+    run.log.close()
+    print(f"volley: wrote {run.launch.run_dir / 'model'}", flush=True)
+
+
+STAGE = Stage(
+    name="pretrain",
+    inputs={"model": "model.path", "corpus": "data.kind"},
+    outputs={"model": "model"},
+    build=build,
+    ready=ready,
+    rewind=rewind,
+    steps=lambda run: run.cfg.steps,
+    step=step,
+    save=save,
+    finish=finish,
+    conclude=conclude,
+)

@@ -22,6 +22,7 @@ import ray
 from actors.records import ragged
 from cluster import placement
 from cluster.environment import process_env
+from cluster.supervision.pool import Pool
 from cluster.supervision.remote import get
 from cluster.supervision.supervisor import Supervised
 from conf.schema import ConfigError
@@ -176,28 +177,32 @@ class RewardModelActor:
         return place
 
 
-class RewardModelPool:
-    """`policy`: folder of the policy's initial model, whose tokenizer every model must share."""
+class RewardModelPool(Pool):
+    """The reward-model actors. Each holds every model, and a group is scored by one of them.
+
+    `policy`: folder of the policy's initial model, whose tokenizer every reward model must
+    share."""
 
     def __init__(self, cfg: Any, policy: str) -> None:
         self.cfg, self.policy = cfg, policy
         self.paths = {name: whole(str(m["path"])) for name, m in cfg.reward.models.items()}
         for name, path in self.paths.items():
             check_vocabulary(name, path, policy)
-        self.pending: dict[int, tuple[Any, int, Any]] = {}  # group id -> (group, member, reference)
-        self.members = [
-            Supervised(
-                f"reward-model-{i}",
-                partial(self._create, i),
-                cfg.cluster,
-                "cluster.restarts",
-                cfg.cluster.restarts,
-                cfg.reward_model.timeout_s,
-                HINT,
-                lambda actor: actor.ping.remote(),
-            )
-            for i in range(cfg.reward_model.count)
-        ]
+        super().__init__(
+            [
+                Supervised(
+                    f"reward-model-{i}",
+                    partial(self._create, i),
+                    cfg.cluster,
+                    "cluster.restarts",
+                    cfg.cluster.restarts,
+                    cfg.reward_model.timeout_s,
+                    HINT,
+                    lambda actor: actor.ping.remote(),
+                )
+                for i in range(cfg.reward_model.count)
+            ]
+        )
 
     def _create(self, index: int, suffix: str) -> list[Any]:
         rm = self.cfg.reward_model
@@ -210,75 +215,46 @@ class RewardModelPool:
         )
         return [actor.remote(index, self.cfg, dict(self.paths), self.policy)]
 
-    @property
-    def restarts(self) -> int:
-        return sum(m.health.restarts for m in self.members)
-
-    def start(self) -> None:
-        for member in self.members:
-            member.start()
+    def catch_up(self, index: int) -> None:
+        """Wait until the new actor's scoring thread answers. The actor has loaded the newest models
+        by then."""
+        member = self.members[index]
+        get(member.actor.ping.remote(), self.cfg.reward_model.timeout_s, member.name, HINT)
 
     def submit(self, group: Any) -> None:
-        """Score a finished group (actors.rollouts.Group), by the actor with the fewest completions before it."""
-        load = dict.fromkeys(range(len(self.members)), 0)
-        for other, index, _ in self.pending.values():
-            load[index] += len(other.meta.lengths)
-        self._send(group, min(load, key=load.__getitem__))
+        """Start to score a finished group (actors.rollouts.Group), on the actor with the fewest
+        completions waiting."""
+        waiting = dict.fromkeys(range(len(self.members)), 0)
+        for work in self.unanswered.values():
+            waiting[work.member] += len(work.subject.meta.lengths)
+        self.give(
+            group.meta.group_id,
+            min(waiting, key=waiting.__getitem__),
+            lambda actor: actor.score.remote(group.table, group.prompt.prefill),
+            group,
+        )
 
     def collect(self, group_id: int) -> Verdicts:
-        """What `submit` of this group led to. A member that is lost is replaced."""
-        while True:
-            _, index, ref = self.pending[group_id]
-            member = self.members[index]
-            try:
-                found = member.wait(ref, self._limit(index), f"{member.name}: group {group_id}")
-            except Exception as error:  # noqa: BLE001 - classified
-                member.replace(error, partial(self._send_again, index))
-                continue
-            del self.pending[group_id]
-            return found
+        """Return the verdicts on a submitted group, once they exist."""
+        index = self.unanswered[group_id].member
+        operation = f"{self.members[index].name}: group {group_id}"
+        return super().collect(group_id, self._limit_s(index), operation)
 
     def load(self, name: str, path: str) -> None:
-        """Every actor replaces this model by the one at `path`, those that are started later too."""
+        """Replace a model by the one at `path` in every actor, and in those that are started
+        later."""
         self.paths[name] = path
-        refs = [m.actor.load.remote(name, path) for m in self.members]
-        for index, (member, ref) in enumerate(zip(self.members, refs, strict=True)):
-            try:
-                member.wait(ref, self._limit(index), f"{member.name}: load {name}")
-            except Exception as error:  # noqa: BLE001 - classified
-                member.replace(error, partial(self._send_again, index))
+        refs = [member.actor.load.remote(name, path) for member in self.members]
+        for index, ref in enumerate(refs):
+            self.answer(index, ref, self._limit_s(index), f"load {name}")
 
-    def forget(self) -> None:
-        """Nobody asks for what was submitted any more."""
-        self.pending.clear()
-
-    def stop(self) -> None:
-        for member in self.members:
-            member.end()
-
-    def _limit(self, index: int) -> float:
-        """Seconds for all that this member has before it, a timeout_s for each batch. That it hangs shows sooner."""
-        rm, metas = (
-            self.cfg.reward_model,
-            [g.meta for g, at, _ in self.pending.values() if at == index],
-        )
+    def _limit_s(self, index: int) -> float:
+        """Return how many seconds a member has for all of its unanswered work: timeout_s for each
+        micro-batch of it. That the member hangs shows sooner, in its pings."""
+        rm = self.cfg.reward_model
+        metas = [w.subject.meta for w in self.unanswered.values() if w.member == index]
         tokens = sum(int(m.lengths.sum()) + m.prompt_tokens * len(m.lengths) for m in metas)
         return rm.timeout_s * (1 + tokens / rm.batch_tokens)
-
-    def _send(self, group: Any, index: int) -> None:
-        ref = self.members[index].actor.score.remote(group.table, group.prompt.prefill)
-        self.pending[group.meta.group_id] = (group, index, ref)
-
-    def _send_again(self, index: int) -> None:
-        get(
-            self.members[index].actor.ping.remote(),
-            self.cfg.reward_model.timeout_s,
-            self.members[index].name,
-            HINT,
-        )
-        for group, at, _ in list(self.pending.values()):
-            if at == index:
-                self._send(group, index)
 
 
 def whole(path: str) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import requests
 
-from cluster.monitoring.metrics import METRICS, describe, prometheus_name
+from cluster.monitoring.metrics import METRICS, describe
+from cluster.monitoring.sinks import prometheus_name
 from tests.cluster import browser
 from tests.cluster.live import ROOT, TINY, Place, steps, until
 from tests.processes import listening
@@ -177,7 +178,9 @@ def test_live_metrics_of_the_run(cluster: Cluster) -> None:
 
 ALL = """
 import ray, sys
-from cluster.monitoring.metrics import METRICS, MetricLog, Stat
+from cluster.monitoring.metrics import METRICS
+from cluster.monitoring.sinks import MetricLog
+from cluster.monitoring.stat import Stat
 ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 log = MetricLog(sys.argv[2], ray_metrics=True)
 log.log(1, {name.replace("{", "").replace("}", ""): 0.5 if m.reduce == "last" else Stat.of([0.5])

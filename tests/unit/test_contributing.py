@@ -98,6 +98,78 @@ def test_the_algorithm_is_selected_computed_and_documented(copy: Path) -> None:
     assert answer(copy, ALGORITHM) == ["ppo_clip", [1.0, -1.0, -1.0, 1.0], True]
 
 
+REWARD = """
+import json
+from learner.main import load
+from reward_service.rules.item import RewardItem
+from reward_service.rules.scorer import Scorer
+cfg = load(["+reward.rules.brief=0.5", "+reward.options.brief.words=2"]).reward
+scorer = Scorer({"rules": {"brief": cfg.rules["brief"]}, "options": dict(cfg.options)})
+scores = [scorer(RewardItem("x", text, "7")) for text in ("about 7", "it is about 7")]
+print(json.dumps([[s.total, s.parts] for s in scores]))
+"""
+
+
+def test_the_reward_rule_is_weighed_and_scored(copy: Path) -> None:
+    assert answer(copy, REWARD) == [[0.5, {"brief": 1.0}], [0.0, {"brief": 0.0}]]
+
+
+DATA = """
+import json
+from actors.data.build import build_dataset
+from learner.main import load
+cfg = load(["data=squares", "data.heldout_size=2"]).data
+train, heldout = (build_dataset(cfg, split) for split in ("train", "heldout"))
+first = [train.get(i) for i in (0, 8, 9)]
+print(json.dumps([[p.question, p.gold] for p in [*first, *heldout.prompts()]]))
+"""
+
+
+def test_the_data_set_is_selected_and_split(copy: Path) -> None:
+    train = [["1*1=?", "1"], ["9*9=?", "81"], ["11*11=?", "121"]]
+    assert answer(copy, DATA) == [*train, ["0*0=?", "0"], ["10*10=?", "100"]]
+
+
+MODEL = """
+import json, sys
+from learner.main import load
+model = load(sys.argv[1:]).model
+print(json.dumps([model.path, model.init]))
+"""
+
+
+def test_the_model_is_used_from_its_folder(copy: Path, tmp_path: Path) -> None:
+    (command,) = blocks(PAGE.read_text(), "bash")
+    arguments = command.partition("learner.main ")[2]
+    shutil.copytree(ROOT / "actors" / "modeling" / "assets" / "tiny", tmp_path / "mine")
+    arguments = arguments.replace("path/to/model", str(tmp_path / "mine"))
+    assert answer(copy, MODEL, *arguments.split()) == [str(tmp_path / "mine"), "pretrained"]
+
+
+STAGE = """
+import json, sys, time
+from pathlib import Path
+from cluster.stopping import Stopping
+from learner.checkpoints import checkpoint
+from learner.launch import Launch
+from learner.main import load
+from learner.stage import run_stage
+from learner.stages.table import pipeline
+folder = Path(sys.argv[1])
+cfg = load(["stage=levels", f"run_dir={folder}", "logging.wandb=disabled",
+            "logging.ray_metrics=false"])
+(stage,) = pipeline(cfg)
+launch = Launch(cfg, folder, time.monotonic(), Stopping(), checkpoint.open_store(cfg, folder), None)
+run_stage(stage, launch)
+print((folder / "levels.json").read_text())
+"""
+
+
+def test_the_stage_is_selected_and_run_by_the_loop(copy: Path, tmp_path: Path) -> None:
+    levels = answer(copy, STAGE, str(tmp_path))
+    assert set(levels) == {"2", "3", "4"} and sum(levels.values()) == 100
+
+
 METRIC = """
 import json
 from cluster.monitoring.metrics import Stat, flatten, table

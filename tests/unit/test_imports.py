@@ -27,7 +27,7 @@ EDGE = (
     "cluster.supervision.pool",
     "cluster.supervision.remote",
     "cluster.supervision.supervisor",
-    "actors.data.given",
+    "actors.given",
     "actors.generator",
     "actors.reference",
     "actors.rollout_log",

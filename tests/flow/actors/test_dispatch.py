@@ -1,4 +1,6 @@
-"""Dispatch of groups over real Ray actors that stand in for generators: nothing is lost when one dies or hangs."""
+"""Dispatch of groups over real Ray actors that stand in for generators: nothing is lost when one
+dies or hangs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ REFUSED = 100_003  # the group that the engine does not take
 
 
 class Standin:
-    """Answers a request with its seeds, after `delay_s`; refuses one as vLLM refuses a prompt that is too long."""
+    """Answers a request with its seeds, after `delay_s`; refuses one as vLLM refuses a prompt that
+    is too long.
+    """
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
@@ -45,7 +49,7 @@ class Pool:
         self.actors = [ray.remote(Standin).options(num_cpus=0).remote(d) for d in delays]
         self.restarts, self.look_s, self.epoch = 0, 5.0, 0
 
-    def revive(self, index: int, why: Exception) -> None:
+    def replace(self, index: int, why: Exception) -> None:
         self.restarts += 1
         ray.kill(self.actors[index])
         self.actors[index] = ray.remote(Standin).options(num_cpus=0).remote()
@@ -107,7 +111,7 @@ def test_a_dead_one_is_replaced_once_and_its_groups_are_given_out_again(
 
 
 def test_two_dispatchers_do_not_replace_the_same_death_twice(wanted: dict[int, Any]) -> None:
-    """Groups of training are under way while an evaluation notices the death (max_staleness > 0)."""
+    """Groups of training are in flight when an evaluation notices the death (max_staleness > 0)."""
     pool = Pool([0.3])
     training, evaluation = Dispatcher(pool, 0, 60.0), Dispatcher(pool, 0, 60.0)
     submit(training, range(4))

@@ -1,4 +1,6 @@
-"""A generator's tokens are a function of the request and the weights, and its books on them are true."""
+"""A generator's tokens are a function of the request and the weights, and its books on them are
+true.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_behaviour_logprobs_are_those_of_hugging_face(
 
 
 def test_temperature_scales_the_reported_distribution(generator: Any, model: Any) -> None:
-    """At temperature 0.5 the log-probs are of softmax(logits / 0.5), the distribution that was sampled."""
+    """At temperature 0.5 the log-probs are of softmax(logits / 0.5), the distribution that was
+    sampled.
+    """
     from dataclasses import replace
 
     warm = replace(request(3), sampling=replace(request(3).sampling, temperature=0.5))
@@ -139,11 +143,12 @@ def test_what_the_controller_is_given_does_not_grow_with_tokens(generator: Any) 
 
 
 def test_weights_change_between_two_decode_steps(generator: Any, model: Any) -> None:
-    """Tokens before the update are version 0 under the old weights, those after it version 1 under the new ones.
+    """Tokens before the update are version 0 under the old weights, those after it version 1 under
+    the new ones.
 
-    Keys and values of tokens already processed stay those of the old weights, so the reference is: the old model
-    over all but the last old token, its cache handed to the new model. Not covered: a request that vLLM pre-empts
-    and recomputes after the update.
+    Keys and values of tokens already processed stay those of the old weights, so the reference is:
+    the old model over all but the last old token, its cache handed to the new model. Not covered: a
+    request that vLLM pre-empts and recomputes after the update.
     """
     newer = perturbed(model, 11)
     asked = [request(100 + i, samples=8, max_tokens=CONTEXT - 40) for i in range(8)]
@@ -173,7 +178,8 @@ def test_weights_change_between_two_decode_steps(generator: Any, model: Any) -> 
             else 1.0
         )
     print(
-        f"{len(mixed)} of {len(rows)} completions carry both versions; worst log-prob difference {worst:.2g}"
+        f"{len(mixed)} of {len(rows)} completions carry both versions; "
+        f"worst log-prob difference {worst:.2g}"
     )
     assert worst < 1e-4
     assert np.median(shifted) > 1e-2  # one token off would show
@@ -182,7 +188,9 @@ def test_weights_change_between_two_decode_steps(generator: Any, model: Any) -> 
 
 
 def mixed_logprobs(old: Any, new: Any, row: dict[str, Any], k: int) -> np.ndarray:
-    """Log-probs of the completion when its tokens from k on were computed by `new` over the cache of `old`."""
+    """Log-probs of the completion when its tokens from k on were computed by `new` over the cache
+    of `old`.
+    """
     n = len(row["prompt_ids"])
     ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
     with torch.no_grad():
@@ -226,7 +234,9 @@ def test_a_prompt_that_is_too_long_is_refused_as_data_and_nothing_else_suffers(
 def test_abandoned_groups_are_given_up_and_may_come_again(
     generator: Any, whole: list[tuple[Any, Any]]
 ) -> None:
-    """A run that goes back to its checkpoint gives the same group ids out again, while the old ones still run."""
+    """A run that goes back to its checkpoint gives the same group ids out again, while the old ones
+    still run.
+    """
     long = [request(i, max_tokens=150) for i in range(len(REQUESTS))]
     refs = [generator.generate.options(num_returns=2).remote(r) for r in long]
     until = time.monotonic() + WAIT_S
@@ -246,7 +256,9 @@ def test_abandoned_groups_are_given_up_and_may_come_again(
 
 
 def test_what_reaches_the_driver_does_not_grow_with_the_answers(generator: Any) -> None:
-    """Tokens of a large group stay in the object store of the generator's node; the driver has scalars."""
+    """Tokens of a large group stay in the object store of the generator's node; the driver has
+    scalars.
+    """
     from ray.experimental import get_object_locations
 
     sizes = []

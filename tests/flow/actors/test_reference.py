@@ -1,4 +1,6 @@
-"""The reference pool's log-probs are those of the model it was given, and stay frozen until told otherwise."""
+"""The reference pool's log-probs are those of the model it was given, and stay frozen until told
+otherwise.
+"""
 
 from __future__ import annotations
 

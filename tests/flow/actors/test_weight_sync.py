@@ -1,4 +1,6 @@
-"""Weights into a real vLLM engine: proved after each load, and every damage is caught rather than served."""
+"""Weights into a real vLLM engine: proved after each load, and every damage is caught rather than
+served.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def test_weights_that_are_not_finite_never_serve(generator: Any, model: Any, val
 
 
 def test_old_prefix_blocks_are_not_reused(generator: Any, model: Any) -> None:
-    """The same prompt before and after a sync: its cached keys and values belong to the old weights."""
+    """The same prompt before and after a sync: its cached keys and values belong to the old
+    weights.
+    """
     same = request(5, samples=2, max_tokens=8)
     generate(generator, [same])
     newer = perturbed(model, 3)
@@ -162,7 +166,9 @@ def test_a_wrong_probe_is_refused_whatever_was_loaded(generator: Any, model: Any
 
 
 def test_rounding_may_be_as_large_as_the_log_prob_and_no_larger(generator: Any, model: Any) -> None:
-    """Float32 logits of 30 cannot agree to what logits of 1 agree to; a token as likely as not still must."""
+    """Float32 logits of 30 cannot agree to what logits of 1 agree to; a token as likely as not
+    still must.
+    """
     exact = probe(model)
     unlikely = max(exact.logprobs[0].min(), exact.logprobs[1].min(), key=abs)
     row, at = next(

@@ -1,4 +1,6 @@
-"""Supervision over real Ray actors that do nothing else: dead and hung ones are replaced, within the budget only."""
+"""Supervision over real Ray actors that do nothing else: dead and hung ones are replaced, within
+the budget only.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +178,7 @@ def test_what_is_no_loss_of_the_actor_is_raised_as_it_is(made: Any) -> None:
 
 
 def test_objects_that_died_with_their_owner_are_the_learners_loss(made: Any) -> None:
-    """Weights live as long as the rank that published them; whoever fetches them is not to blame."""
+    """Weights die with the rank that published them; whoever fetches them is not to blame."""
     pair = made()
     pair.member.start()
     with pytest.raises(LearnerLost, match="worker-0 was given what is gone"):
@@ -229,4 +231,4 @@ def test_rollouts_are_written_by_a_new_writer_or_told_to_be_lost(
         "rollouts of step 2 are not written: OSError: [Errno 28] No space left"
         in capsys.readouterr().out
     )
-    log.member.end()
+    log.pool.stop()

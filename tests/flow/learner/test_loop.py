@@ -30,7 +30,8 @@ from tests.flow.runs import (
 
 TABLE = {"pass@1", "pass@8", "pass@64", "maj@8", "format", "length"}
 
-pytestmark = pytest.mark.timeout(RUN_S + 60)
+PAIR_S = 2 * RUN_S  # deadline of a run that shares the machine with another one
+pytestmark = pytest.mark.timeout(PAIR_S + 60)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def two_generators(start: Starter) -> Run:
 @pytest.fixture(scope="module")
 def quiet(start: Starter, two_generators: Run) -> Run:
     run = start("quiet", "logging.wandb=disabled")
-    assert run.wait() == 0, run.output
+    assert run.wait(PAIR_S) == 0, run.output
     return run
 
 
@@ -183,7 +184,7 @@ def test_a_folder_that_holds_a_run_is_refused(start: Starter, quiet: Run) -> Non
 
 
 def test_two_generators_give_the_same_run(two_generators: Run, quiet: Run) -> None:
-    assert two_generators.wait() == 0, two_generators.output
+    assert two_generators.wait(PAIR_S) == 0, two_generators.output
     same_end(quiet, two_generators)
 
 
@@ -195,7 +196,7 @@ def test_a_generator_killed_in_a_step_changes_nothing(
     victim = run.until(lambda: generator_process(run), "generator")
     run.until(lambda: 1 in run.metrics("reward/mean"), "first step")
     victim.send_signal(signal.SIGKILL)
-    assert run.wait() == 0, run.output
+    assert run.wait(PAIR_S) == 0, run.output
     assert run.metrics("generator/restarts")[STEPS] == 1
     same_end(quiet, run)
     assert "Traceback" not in run.output, run.output
@@ -272,7 +273,7 @@ def off_policy(start: Starter) -> Run:
 def test_off_policy_run_with_a_poisoned_step(off_policy: Run) -> None:
     """One version behind, two optimizer steps a batch, dead groups left out, no reference."""
     run = off_policy
-    assert run.wait() == 0, run.output
+    assert run.wait(PAIR_S) == 0, run.output
     groups = run.summary()["groups"]
     assert (
         groups["admitted"]

@@ -132,10 +132,10 @@ def test_groups_are_spread_batched_and_scored_and_a_refresh_reaches_all(
     groups = [make_group(i, [5 + 7 * i, 40, 90]) for i in range(6)]
     for g in groups:
         pool.submit(g)
-    assert {index for _, index, _ in pool.pending.values()} == {0, 1}
+    assert {work.member for work in pool.unanswered.values()} == {0, 1}
     for g in groups:
         assert scores(pool, g) == pytest.approx(alone(folders[0], g), abs=1e-4)
-    assert not pool.pending
+    assert not pool.unanswered
     pool.load("orm", str(folders[1]))
     for g in groups:
         pool.submit(g)
@@ -156,7 +156,7 @@ def test_a_killed_one_loses_no_answer_and_its_successor_has_the_refreshed_model(
         os.kill(pool.members[index].processes[0].pid, signal.SIGKILL)
     for g in groups:
         assert scores(pool, g) == pytest.approx(alone(folders[1], g), abs=1e-4)
-    assert pool.restarts == 2 and not pool.pending
+    assert pool.restarts == 2 and not pool.unanswered
 
 
 def test_one_of_10000_tokens_among_short_ones_takes_no_more_memory_than_itself(

@@ -1,4 +1,6 @@
-"""The corpus: deterministic, train questions only, habits in their shares, working that is right but for slips."""
+"""The corpus: deterministic, train questions only, habits in their shares, working that is right
+but for slips.
+"""
 
 import re
 from collections import Counter

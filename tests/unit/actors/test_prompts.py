@@ -31,7 +31,10 @@ def test_arithmetic_prompt_is_a_function_of_its_arguments():
 
 
 def test_prompt_ids_are_the_same_in_another_process():
-    code = "from actors.data.arithmetic import arithmetic_prompt as p; print(p(7, 3, 'train').prompt_id)"
+    code = (
+        "from actors.data.arithmetic import arithmetic_prompt as p; "
+        "print(p(7, 3, 'train').prompt_id)"
+    )
     env = {"PYTHONHASHSEED": "12345", "PATH": ""}
     there = subprocess.run(
         [sys.executable, "-c", code],
@@ -155,7 +158,8 @@ def test_build_dataset_reads_attributes_and_names_bad_settings():
 
 
 def test_reasoning_gym_train_never_asks_a_heldout_question():
-    # Sums of two one-digit numbers: only some hundred questions, so seeds alone could not keep the sides apart.
+    # Sums of two one-digit numbers: only some hundred questions, so seeds alone could not keep the
+    # sides apart.
     cfg = {
         "kind": "reasoning_gym",
         "name": "chain_sum",
@@ -241,7 +245,8 @@ def test_a_saved_hugging_face_data_set_is_read(tmp_path):
         ('{"prompt": [], "reward_model": {"ground_truth": "1"}}\n', r"row 1, column 'prompt'"),
         ('{"prompt": "q", "reward_model": {"style": "rule"}}\n', r"row 1, column 'reward_model'"),
         (
-            '{"prompt": [{"role": "assistant", "content": "x"}], "reward_model": {"ground_truth": "1"}}\n',
+            '{"prompt": [{"role": "assistant", "content": "x"}], '
+            '"reward_model": {"ground_truth": "1"}}\n',
             r"column 'prompt': a message of role 'assistant'",
         ),
     ],

@@ -28,15 +28,28 @@ from actors.records import (
 )
 
 GOOD_ROLLOUT: dict[str, list[Any]] = {
-    "group_id": [7, 7], "prompt_id": ["p", "p"], "sample_index": [0, 1], "prompt_ids": [[5, 6], [5, 6]],
-    "completion_ids": [[9, 1], [8, 8, 8]], "behaviour_logprobs": [[-0.5, -0.1], [-1.0, -2.0, 0.0]],
-    "versions": [[3, 3], [3, 4, 4]], "finish_reason": ["stop", "length"]}  # fmt: skip
+    "group_id": [7, 7],
+    "prompt_id": ["p", "p"],
+    "sample_index": [0, 1],
+    "prompt_ids": [[5, 6], [5, 6]],
+    "completion_ids": [[9, 1], [8, 8, 8]],
+    "behaviour_logprobs": [[-0.5, -0.1], [-1.0, -2.0, 0.0]],
+    "versions": [[3, 3], [3, 4, 4]],
+    "finish_reason": ["stop", "length"],
+}
 GOOD_SCORED: dict[str, list[Any]] = {
-    "group_id": [7, 7, 7, 7], "sample_index": [0, 1, 2, 3], "reward": [1.2, None, None, None],
-    "parts": [[("accuracy", 1.0)], [], None, []], "accuracy": [1.0, None, None, None],
-    "format": [1.0, None, None, None], "status": ["ok", "error", "timeout", "ungradable"],
-    "extracted": ["12", "", None, ""], "reason": ["", "boom", "10 s", "no gold"],
-    "step_rewards": [[1.0, 0.5], None, None, None], "step_ends": [[3, 7], None, None, None]}  # fmt: skip
+    "group_id": [7, 7, 7, 7],
+    "sample_index": [0, 1, 2, 3],
+    "reward": [1.2, None, None, None],
+    "parts": [[("accuracy", 1.0)], [], None, []],
+    "accuracy": [1.0, None, None, None],
+    "format": [1.0, None, None, None],
+    "status": ["ok", "error", "timeout", "ungradable"],
+    "extracted": ["12", "", None, ""],
+    "reason": ["", "boom", "10 s", "no gold"],
+    "step_rewards": [[1.0, 0.5], None, None, None],
+    "step_ends": [[3, 7], None, None, None],
+}
 
 
 def rollout(**changes: list[Any]) -> pa.RecordBatch:
@@ -62,34 +75,64 @@ def test_a_reference_that_is_not_finite_is_refused_by_group_and_sample() -> None
             check_reference(pa.RecordBatch.from_pydict(good, schema=REFERENCE))
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"behaviour_logprobs": [[-0.5], [-1.0, -2.0, 0.0]]}, "row 0: 2 completion_ids but 1 behaviour_logprobs"),
-    ({"versions": [[3, 3], [3, 4]]}, "row 1: 3 completion_ids but 2 versions"),
-    ({"behaviour_logprobs": [[-0.5, math.nan], [-1.0, -2.0, 0.0]]}, "sample 0, token 1: behaviour_logprobs is nan"),
-    ({"behaviour_logprobs": [[-0.5, -math.inf], [-1.0, -2.0, 0.0]]}, "sample 0, token 1: behaviour_logprobs is -inf"),
-    ({"behaviour_logprobs": [[-0.5, -0.1], [math.nan, -2.0, 0.0]]}, "group 7, sample 1, token 0: "),
-    ({"behaviour_logprobs": [[-0.5, -0.1], [-1.0, -2.0, math.nan]]}, "group 7, sample 1, token 2: "),
-    ({"behaviour_logprobs": [[-0.5, 0.7], [-1.0, -2.0, 0.0]]}, "0.699999988079071, which is not a log-prob"),
-    ({"finish_reason": ["stop", "abort"]}, "finish_reason ['abort'] unknown"),
-    ({"completion_ids": [None, [8, 8, 8]]}, "column completion_ids, row 0: null"),
-    ({"prompt_id": ["p", None]}, "column prompt_id, row 1: null"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"behaviour_logprobs": [[-0.5], [-1.0, -2.0, 0.0]]},
+            "row 0: 2 completion_ids but 1 behaviour_logprobs",
+        ),
+        ({"versions": [[3, 3], [3, 4]]}, "row 1: 3 completion_ids but 2 versions"),
+        (
+            {"behaviour_logprobs": [[-0.5, math.nan], [-1.0, -2.0, 0.0]]},
+            "sample 0, token 1: behaviour_logprobs is nan",
+        ),
+        (
+            {"behaviour_logprobs": [[-0.5, -math.inf], [-1.0, -2.0, 0.0]]},
+            "sample 0, token 1: behaviour_logprobs is -inf",
+        ),
+        (
+            {"behaviour_logprobs": [[-0.5, -0.1], [math.nan, -2.0, 0.0]]},
+            "group 7, sample 1, token 0: ",
+        ),
+        (
+            {"behaviour_logprobs": [[-0.5, -0.1], [-1.0, -2.0, math.nan]]},
+            "group 7, sample 1, token 2: ",
+        ),
+        (
+            {"behaviour_logprobs": [[-0.5, 0.7], [-1.0, -2.0, 0.0]]},
+            "0.699999988079071, which is not a log-prob",
+        ),
+        ({"finish_reason": ["stop", "abort"]}, "finish_reason ['abort'] unknown"),
+        ({"completion_ids": [None, [8, 8, 8]]}, "column completion_ids, row 0: null"),
+        ({"prompt_id": ["p", None]}, "column prompt_id, row 1: null"),
+    ],
+)
 def test_bad_rollouts_are_refused(changes: dict[str, list[Any]], words: str) -> None:
     with pytest.raises(RecordError) as caught:
         check_rollout(rollout(**changes))
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"status": ["ok", "error", "timeout", "fine"]}, "row 3: status 'fine'"),
-    ({"reward": [None] * 4}, "row 0: status 'ok' with reward None"),
-    ({"reward": [math.nan, None, None, None]}, "row 0: status 'ok' with reward nan"),
-    ({"reward": [math.inf, None, None, None]}, "row 0: status 'ok' with reward inf"),
-    ({"reward": [1.0, 0.0, None, None]}, "row 1: status 'error' with reward 0.0"),  # a silent zero
-    ({"reward": [1.0, None, 0.0, None]}, "row 2: status 'timeout' with reward 0.0"),
-    ({"step_ends": [[3], None, None, None]}, "row 0: step rewards [1.0, 0.5] with ends [3]"),
-    ({"step_rewards": [[1.0, math.nan], None, None, None]}, "row 0: step rewards [1.0, nan] with ends [3, 7]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"status": ["ok", "error", "timeout", "fine"]}, "row 3: status 'fine'"),
+        ({"reward": [None] * 4}, "row 0: status 'ok' with reward None"),
+        ({"reward": [math.nan, None, None, None]}, "row 0: status 'ok' with reward nan"),
+        ({"reward": [math.inf, None, None, None]}, "row 0: status 'ok' with reward inf"),
+        (
+            {"reward": [1.0, 0.0, None, None]},
+            "row 1: status 'error' with reward 0.0",
+        ),  # a silent zero
+        ({"reward": [1.0, None, 0.0, None]}, "row 2: status 'timeout' with reward 0.0"),
+        ({"step_ends": [[3], None, None, None]}, "row 0: step rewards [1.0, 0.5] with ends [3]"),
+        (
+            {"step_rewards": [[1.0, math.nan], None, None, None]},
+            "row 0: step rewards [1.0, nan] with ends [3, 7]",
+        ),
+    ],
+)
 def test_bad_scores_are_refused(changes: dict[str, list[Any]], words: str) -> None:
     with pytest.raises(RecordError) as caught:
         check_scored(scored(**changes))

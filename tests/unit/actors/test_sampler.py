@@ -1,4 +1,6 @@
-"""Which prompts come next: uniform, balanced by what is known of them, by level; the same again after a resume."""
+"""Which prompts come next: uniform, balanced by what is known of them, by level; the same again
+after a resume.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_uniform_is_the_stream_itself() -> None:
 
 
 def test_balanced_draws_by_the_variance_of_the_pass_rate() -> None:
-    """Known pass rates: half the prompts always solved, half solved half the time. Chances: floor against 1."""
+    """Known pass rates: half the prompts always solved, half solved half the time. Chances: floor
+    against 1.
+    """
     balanced = sampler(sampler="balanced", sampler_floor=0.2)
     prompts = balanced.next(40)  # nothing is known: all are taken
     assert len({p.prompt_id for p in prompts}) == 40

@@ -1,4 +1,6 @@
-"""The bound on staleness against a simulation of the loop, the books of groups, and the seeds of samples."""
+"""The bound on staleness against a simulation of the loop, the books of groups, and the seeds of
+samples.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from actors.staleness import ConservationError, Ledger, admissible, sample_seed
 
 @pytest.mark.parametrize("per_step, bound", list(itertools.product((1, 2, 5, 8), (0, 1, 2, 3))))
 def test_bound_is_exact_in_a_simulated_loop(per_step: int, bound: int) -> None:
-    """Trained in order of admission, per_step a version: admitting all that is allowed reaches the bound, and one
-    group more would break it."""
+    """Trained in order of admission, per_step a version: admitting all that is allowed reaches the
+    bound, and one group more would break it.
+    """
 
     def worst(extra: int) -> int:
         waiting: list[int] = []  # version each waiting group was admitted at
@@ -31,7 +34,9 @@ def test_bound_is_exact_in_a_simulated_loop(per_step: int, bound: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_bound_holds_under_any_pace_of_admission(seed: int) -> None:
-    """Admission in random portions, as generation would allow; staleness of every trained group stays in bound."""
+    """Admission in random portions, as generation would allow; staleness of every trained group
+    stays in bound.
+    """
     rng = random.Random(seed)
     per_step, bound = rng.randint(1, 6), rng.randint(0, 3)
     waiting: list[int] = []

@@ -1,4 +1,6 @@
-"""The character-level tokenizer: every string of the task survives, tags are one token and are kept."""
+"""The character-level tokenizer: every string of the task survives, tags are one token and are
+kept.
+"""
 
 import random
 

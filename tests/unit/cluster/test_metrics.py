@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.monitoring import metrics
-from cluster.monitoring.metrics import MetricError, MetricLog, flatten
+from cluster.monitoring import metrics, sinks
+from cluster.monitoring.metrics import MetricError, flatten
+from cluster.monitoring.sinks import MetricLog
 from cluster.monitoring.stat import Accumulator, Stat
 
 
@@ -107,7 +108,7 @@ def test_file_is_json_lines_with_units_and_flags_what_is_not_finite(tmp_path: Pa
     header, row = (
         json.loads(t, parse_constant=_no_constants) for t in (tmp_path / "metrics.jsonl").open()
     )
-    assert header["schema"] == metrics.SCHEMA and header["run"] == {"seed": 3}
+    assert header["schema"] == sinks.SCHEMA and header["run"] == {"seed": 3}
     assert header["units"]["timing_s/step"] == "s"
     assert row["actor/loss"] is None and row["timing_s/gen"] is None
     assert row["non_finite"] == ["actor/loss", "timing_s/gen"]
@@ -129,7 +130,7 @@ def test_resume_drops_rows_of_steps_made_again_and_a_torn_line(tmp_path: Path) -
     log = MetricLog(tmp_path, run_meta={"seed": 3}, resume_step=2)
     log.log(3, {"actor/lr": 9.0})
     log.close()
-    _, rows = metrics.read(tmp_path / "metrics.jsonl")
+    _, rows = sinks.read(tmp_path / "metrics.jsonl")
     assert [(r["step"], r["actor/lr"]) for r in rows] == [(1, 0.1), (2, 0.2), (3, 9.0)]
 
 
@@ -150,7 +151,7 @@ def test_going_back_inside_a_run_drops_the_rows_of_steps_made_again(tmp_path: Pa
 def test_a_torn_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"schema": "volley-metrics/1"}\n{"st\n{"step": 2}\n')
     with pytest.raises(MetricError, match="line 2"):
-        metrics.read(tmp_path / "metrics.jsonl")
+        sinks.read(tmp_path / "metrics.jsonl")
     with pytest.raises(MetricError, match="line 2"):
         MetricLog(tmp_path, resume_step=5)
 
@@ -172,9 +173,9 @@ def test_loss_names_map_to_defined_metrics() -> None:
 
 
 def test_prometheus_names_are_legal_and_distinct() -> None:
-    names = [metrics.prometheus_name(n) for n in metrics.METRICS if "{" not in n]
+    names = [sinks.prometheus_name(n) for n in metrics.METRICS if "{" not in n]
     assert len(set(names)) == len(names)
-    assert metrics.prometheus_name("eval/pass@8") == "volley_eval_pass_8"
+    assert sinks.prometheus_name("eval/pass@8") == "volley_eval_pass_8"
 
 
 def test_docs_table_equals_the_registry() -> None:
@@ -185,7 +186,7 @@ def test_docs_table_equals_the_registry() -> None:
 
 
 def test_importing_metrics_and_progress_is_cheap() -> None:
-    code = "import sys, cluster.monitoring.metrics, cluster.monitoring.progress; print(sys.modules.keys() & {'ray', 'wandb', 'torch'})"
+    code = "import sys, cluster.monitoring.sinks, cluster.monitoring.progress; print(sys.modules.keys() & {'ray', 'wandb', 'torch'})"
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

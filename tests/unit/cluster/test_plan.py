@@ -6,7 +6,7 @@ import pytest
 
 from cluster import plan
 from cluster.plan import GIB, MIB, ModelSize
-from conf.schema import Config
+from conf.schema import Config, StageConfig
 
 MILLION = 1_000_000
 SIZE = ModelSize(MILLION, layers=2, hidden=100, vocabulary=1000)
@@ -93,7 +93,7 @@ def test_a_model_without_a_head_keeps_what_it_began_as() -> None:
     assert (
         found["reward learner"] == 3 * (2 * (4 + 4 + 4) + 12) * MILLION
     )  # the reference whole on both ranks
-    cfg.stage = "reward_model"
+    cfg.stage = StageConfig("reward_model", "policy", "reward_model", False)
     assert "reward reference" not in plan.memory(cfg, SIZE)
     cfg.reward_model.head = "implicit"
     assert plan.memory(cfg, SIZE)["reward reference"] == 2 * 4 * MILLION
@@ -101,12 +101,12 @@ def test_a_model_without_a_head_keeps_what_it_began_as() -> None:
 
 def test_every_stage_that_samples_has_generators() -> None:
     cfg, none = config(), {"generator weights", "generator cache"}
-    cfg.stage = "annotate"
+    cfg.stage = StageConfig("annotate", "policy", "nothing", False)
     assert none <= set(plan.memory(cfg, SIZE))
     assert (
         plan.memory(cfg, SIZE)["processes"] == (600 + 1450 + cfg.reward.workers * 100 + 1200) * MIB
     )
-    cfg.stage, cfg.reward_model.source = "reward_model", "files"
+    cfg.stage = StageConfig("reward_model", "files", "reward_model", False)
     assert not none & set(plan.memory(cfg, SIZE))
 
 
@@ -120,7 +120,7 @@ def test_a_critic_is_a_second_model() -> None:
 
 def test_pretraining_has_no_generator() -> None:
     cfg = config(beta=0.1, kl_placement="loss")
-    cfg.stage = "pretrain"
+    cfg.stage = StageConfig("pretrain", "corpus", "policy", False)
     assert set(plan.memory(cfg, SIZE)) == {
         "learner weights",
         "gradients",

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.monitoring.metrics import MetricError, MetricLog
+from cluster.monitoring.sinks import MetricLog
+from cluster.monitoring.stat import MetricError
 from conf.schema import Config
 from learner import main, run
 from learner.reports import compare

@@ -16,7 +16,7 @@ from actors.data.build import build_dataset
 from actors.data.prompt import Prompt
 from actors.modeling.loading import ModelError, load_model, model_size, weight_files
 from cluster import plan
-from conf.schema import Config
+from conf.schema import Config, StageConfig
 from learner import preflight
 from learner.main import load
 from learner.preflight import ALL, QUICK, Preflight, PreflightError
@@ -119,7 +119,7 @@ def test_memory_counts_reward_models(
     assert "reward models 4 MiB" in error_of(checks.memory) and "reward models" not in without
     (tmp_path / "model.safetensors").unlink()
     assert error_of(checks.memory).startswith(f"reward.models.orm.path={tmp_path}: has no weights")
-    checks.cfg.stage = "pretrain"
+    checks.cfg.stage = StageConfig("pretrain", "corpus", "policy", False)
     assert checks.reward_models() == {}
 
 

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cluster.monitoring.metrics import MetricError, MetricLog, Stat
+from cluster.monitoring.sinks import MetricLog
+from cluster.monitoring.stat import MetricError, Stat
 from learner.reports import report
 
 ROOT = Path(__file__).parents[3]

@@ -65,7 +65,7 @@ from cluster import stopping
 from conf.schema import Config
 from learner import run
 
-end, stopping.STOP_S, run._attempt = stopping._end, 0.5, lambda *_: int(sys.argv[1])
+end, stopping.STOP_S, run.attempt = stopping._end, 0.5, lambda *_: int(sys.argv[1])
 stopping._end = lambda *a: time.sleep(60) if threading.current_thread() is threading.main_thread() else end(*a)
 raise SystemExit(run.execute(Config()))
 """
