@@ -1,13 +1,15 @@
 """A generator: one Ray actor that owns one vLLM engine and steps it in a thread of its own.
 
-Groups are added to the running batch as they come (continuous batching across groups); weights are exchanged between
-two decode steps, so a completion may carry several versions, and each token says which (vLLM's weight-version spans).
-Token in, token out: prompts are ids, completions are ids, nothing is detokenised here (DESIGN invariant 1).
+New groups join the running batch (continuous batching across groups). Weights are exchanged between
+two decode steps, so the tokens of one completion may come from several policy versions; vLLM's
+weight-version spans tell which. Prompts and completions are token ids, and nothing is detokenised
+here (DESIGN invariant 1).
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import queue
 import threading
 import time
@@ -20,27 +22,32 @@ import numpy as np
 import pyarrow as pa
 
 from actors import weight_transfer
-from actors.records import ROLLOUT, Bucket, GroupMeta, GroupRequest, Probe, check_rollout
+from actors.records import ROLLOUT, Bucket, GroupMeta, GroupRequest, Probe, PromptRow, check_rollout
 from actors.weight_transfer import WeightSyncError
 
 
 @dataclass
 class _Running:
+    """A group that is being generated; `left` counts its unfinished completions."""
+
     request: GroupRequest
     future: Future
     outputs: list[Any]
     left: int = field(default=0)
-    cached: int = 0  # prompt tokens found in the prefix cache
+    cached: int = 0  # prompt tokens, over all completions, that were in the prefix cache
 
 
 class Generator:
-    """Ray actor (asyncio). `engine_args` are vLLM's; `stop_token_ids` end a completion and belong to it."""
+    """Ray actor (asyncio). `engine_args` are vLLM's.
+
+    A completion ends with the first of `stop_token_ids`, which belongs to it.
+    """
 
     def __init__(self, name: str, engine_args: dict[str, Any], stop_token_ids: list[int]) -> None:
         self.name = name
         self.stop_token_ids = stop_token_ids
         self.epoch = 0
-        self.version = -1  # nothing proved yet: serves only after the first sync
+        self.version = -1  # no weights are proved yet: it serves only after the first sync
         self._commands: queue.Queue = queue.Queue()
         self._running: dict[int, _Running] = {}
         self._failure: BaseException | None = None
@@ -52,25 +59,32 @@ class Generator:
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
 
     def __repr__(self) -> str:
-        return (
-            self.name if self.version < 0 else f"{self.name} v{self.version}"
-        )  # Ray asks once, at the start
+        return self.name if self.version < 0 else f"{self.name} v{self.version}"
 
-    # ---- what others call -------------------------------------------------------------------------------------
+    # ---- called by the driver ------------------------------------------------------------
 
     async def generate(self, request: GroupRequest) -> tuple[GroupMeta, pa.RecordBatch]:
-        """All completions of one group. Two return values: scalars for the controller, tokens for the others."""
+        """All completions of one group. Returns scalars, for the driver, and a ROLLOUT batch.
+
+        Both are None when the group was abandoned.
+        """
+        row = request.prompt_ids
+        if isinstance(row, PromptRow):
+            prompts = await row.table
+            ids = prompts.column("prompt_ids")[row.row].as_py()
+            request = dataclasses.replace(request, prompt_ids=ids)
         return await self._call(lambda future: self._admit(request, future))
 
     async def update_weights(
         self, version: int, buckets: list[Bucket], probe: Probe | None, timeout_s: float
     ) -> dict[str, float]:
-        """Load `buckets` between two decode steps, then prove them; returns seconds and the largest difference.
+        """Load `buckets` between two decode steps and prove them by `probe`.
 
-        Raises WeightSyncError when a checksum differs or a probe log-prob is off by more than its tolerance; the
-        generator then serves nothing until a later update succeeds.
+        Returns load_s and probe_s, in seconds, and probe_max_abs_diff, the largest difference of a
+        log-prob. Raises WeightSyncError when a checksum differs, or a log-prob by more than its
+        tolerance; the generator then serves nothing until a later update succeeds.
         """
-        # Fetched before the engine pauses: views of the object store, not copies of the process.
+        # The buckets are fetched before the engine pauses. They are views of the object store.
         buffers = await asyncio.wait_for(asyncio.gather(*[b.ref for b in buckets]), timeout_s)
         updates = [
             {"buffer": buffer, "entries": b.entries, "digest": b.digest}
@@ -81,7 +95,7 @@ class Generator:
         )
 
     async def ping(self) -> dict[str, Any]:
-        """Alive and stepping: answered by the engine's own thread, between two steps."""
+        """The generator's state. The engine's thread answers, so an answer proves that it steps."""
         return await self._call(
             lambda future: future.set_result(
                 {"name": self.name, "version": self.version, "groups": len(self._running)}
@@ -89,8 +103,11 @@ class Generator:
         )
 
     async def abandon(self, epoch: int) -> int:
-        """Work on no group of an epoch before this one, under way or yet to come (calls may overtake one another);
-        whoever waits for one gets None. Returns how many were under way."""
+        """Stop work on every group of an epoch before this one; its caller gets None.
+
+        Groups of those epochs that arrive later are refused as well, because calls may overtake one
+        another. Returns the number of groups that were running.
+        """
         return await self._call(lambda future: future.set_result(self._abandon(epoch)))
 
     async def logprobs(self, ids: list[list[int]]) -> list[np.ndarray]:
@@ -104,7 +121,7 @@ class Generator:
         self._commands.put((command, future))
         return await asyncio.wrap_future(future)
 
-    # ---- the engine's thread ----------------------------------------------------------------------------------
+    # ---- run by the engine's thread ------------------------------------------------------
 
     def _loop(self) -> None:
         try:
@@ -112,7 +129,7 @@ class Generator:
                 self._run_commands(block=not self.engine.has_unfinished_requests())
                 if self.engine.has_unfinished_requests():
                     self._deliver(self.engine.step())
-        except BaseException as error:  # noqa: BLE001 - every waiting caller must hear of it
+        except BaseException as error:  # noqa: BLE001 - every waiting caller must get the error
             self._failure = error
             while not self._commands.empty():
                 self._commands.get()[1].set_exception(error)
@@ -169,21 +186,21 @@ class Generator:
 
     def _abandon(self, epoch: int) -> int:
         self.epoch = epoch
-        given_up, self._running = self._running, {}
-        for group_id, running in given_up.items():
+        abandoned, self._running = self._running, {}
+        for group_id, running in abandoned.items():
             self.engine.abort_request([f"{group_id}/{i}" for i in range(len(running.outputs))])
             running.future.set_result((None, None))
-        return len(given_up)
+        return len(abandoned)
 
     def _deliver(self, outputs: list[Any]) -> list[Any]:
-        """Hand finished completions to their groups; returns outputs that belong to no group (probes)."""
-        others = []
+        """Hand finished completions to their groups. Returns the outputs of probes."""
+        probes = []
         for output in outputs:
             group, _, index = output.request_id.partition("/")
             if not output.finished:
                 continue
             if group == "probe":
-                others.append(output)
+                probes.append(output)
                 continue
             running = self._running[int(group)]
             running.outputs[int(index)] = output.outputs[0]
@@ -195,9 +212,10 @@ class Generator:
                     running.future.set_result(self._record(running))
                 except Exception as error:  # noqa: BLE001 - a malformed group is the caller's to judge
                     running.future.set_exception(error)
-        return others
+        return probes
 
     def _record(self, running: _Running) -> tuple[GroupMeta, pa.RecordBatch]:
+        """Scalars and ROLLOUT of a finished group."""
         request, outputs = running.request, running.outputs
         n = len(outputs)
         lengths = np.array([len(o.token_ids) for o in outputs], np.int64)
@@ -250,18 +268,17 @@ class Generator:
         }
 
     def _prove(self, version: int, probe: Probe) -> float:
-        found = self._logprobs(probe.ids)
-        ours, theirs = np.concatenate(found), np.concatenate(probe.logprobs)
-        apart = np.abs(ours - theirs)
-        worst = float(apart.max())
-        # Rounding grows with the logits: a token of log-prob -20 may differ by 20 times what one of -1 may.
-        if not (
-            apart <= probe.tolerance * np.maximum(1.0, np.abs(theirs))
-        ).all():  # a NaN fails too
+        """The largest difference of a log-prob. WeightSyncError if any exceeds its tolerance."""
+        ours, theirs = (np.concatenate(v) for v in (self._logprobs(probe.ids), probe.logprobs))
+        difference = np.abs(ours - theirs)
+        worst = float(difference.max())
+        # Rounding grows with the logits, so the tolerance grows with the log-prob. A NaN fails too.
+        if not (difference <= probe.tolerance * np.maximum(1.0, np.abs(theirs))).all():
             raise WeightSyncError(
-                f"{self.name}: after loading version {version} the probe's log-probs differ from the learner's by "
-                f"up to {worst:.3g}, tolerance {probe.tolerance:.3g} (generator.sync_tolerance; times the log-prob "
-                "where that is below -1). The generator does not compute what the learner computes; it will not serve."
+                f"{self.name}: after loading version {version} the probe's log-probs differ from "
+                f"the learner's by up to {worst:.3g}, tolerance {probe.tolerance:.3g} "
+                "(generator.sync_tolerance; times the log-prob where that is below -1). The "
+                "generator does not compute what the learner computes; it will not serve."
             )
         return worst
 
@@ -269,11 +286,11 @@ class Generator:
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
-        found: dict[int, np.ndarray] = {}
-        names = {}
+        logprobs: dict[int, np.ndarray] = {}
+        index_of = {}  # request id -> index into `ids`
         for i, sequence in enumerate(ids):
             self._requests += 1
-            names[f"probe/{self._requests}"] = i
+            index_of[f"probe/{self._requests}"] = i
             self.engine.add_request(
                 f"probe/{self._requests}",
                 {"prompt_token_ids": sequence, "cache_salt": f"probe{self._requests}"},
@@ -285,21 +302,21 @@ class Generator:
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 ),
             )
-        while len(found) < len(ids):
+        while len(logprobs) < len(ids):
             for output in self._deliver(self.engine.step()):
                 tokens = output.prompt_token_ids
-                found[names[output.request_id]] = np.array(
+                logprobs[index_of[output.request_id]] = np.array(
                     [
                         entry[t].logprob
                         for t, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
                     ],
                     np.float32,
                 )
-        return [found[i] for i in range(len(ids))]
+        return [logprobs[i] for i in range(len(ids))]
 
 
 def token_versions(spans: list[Any] | None, length: int) -> np.ndarray:
-    """int32 [length]: the policy version of each token, from vLLM's spans (version label, start, end)."""
+    """int32 [length]: the policy version of each token, from vLLM's spans (version, start, end)."""
     versions = np.full(length, -1, np.int32)
     for span in spans or ():
         versions[span.start : span.end] = int(span.version)
@@ -311,7 +328,7 @@ def token_versions(spans: list[Any] | None, length: int) -> np.ndarray:
 
 
 def sampled_logprobs(output: Any) -> np.ndarray:
-    """float32 [tokens]: log-prob of each sampled token under the distribution it was drawn from."""
+    """float32 [tokens]: log-prob of each token under the distribution it was sampled from."""
     return np.array(
         [
             entry[token].logprob
@@ -324,7 +341,7 @@ def sampled_logprobs(output: Any) -> np.ndarray:
 def engine_args(
     generator: Any, model_path: str, dtype: str, max_length: int, on_gpu: bool
 ) -> dict[str, Any]:
-    """vLLM engine arguments from conf/ (GeneratorConfig); `on_gpu` marks what has not been run on a CPU."""
+    """vLLM's engine arguments from the settings (GeneratorConfig); `max_length` in tokens."""
     args = dict(
         model=model_path,
         load_format="safetensors",
@@ -344,6 +361,7 @@ def engine_args(
     if on_gpu:
         args["gpu_memory_utilization"] = generator.gpu_memory_utilization
     else:
-        # vLLM rewinds a request's random generator after part of a prompt, which torch's CPU generator cannot do.
+        # For part of a prompt vLLM rewinds the request's random generator, which torch cannot do
+        # on the CPU.
         args.update(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_length))
     return args

@@ -1,15 +1,22 @@
-"""The records that parts hand to each other: one Arrow schema a hand-off, checked at each hand-off.
+"""The records of the hand-offs between the parts: one Arrow schema each, checked at each hand-off.
 
-prompts -> ROLLOUT -> SCORED -> PLAN (scalars of the controller) -> the learner. Token columns stay in the object
-store with the actor that made them; the controller holds references and per-sample scalars (DESIGN invariant 8).
+prompts -> ROLLOUT -> SCORED -> PLAN -> the learner. Token columns stay in the object store; the
+driver holds references and per-sample scalars (DESIGN invariant 8).
 
 One row of ROLLOUT is one completion:
 
-    group_id  prompt_id  sample_index  prompt_ids    completion_ids  behaviour_logprobs  versions   finish_reason
-    17        "a3f1"     0             [5, 18, 40]   [3, 21, 2]      [-0.1, -1.2, -0.0]  [4, 4, 5]  "stop"
+    group_id             17
+    prompt_id            "a3f1"
+    sample_index         0
+    prompt_ids           [5, 18, 40]
+    completion_ids       [3, 21, 2]
+    behaviour_logprobs   [-0.1, -1.2, -0.0]
+    versions             [4, 4, 5]
+    finish_reason        "stop"
 
-`versions[t]` is the version of the policy that produced token t; `finish_reason` is vLLM's own word ("stop",
-"length"). Masks come from these lengths and words, never from searching for an id (DESIGN invariant 1).
+`versions[t]` is the version of the policy that sampled token t. `finish_reason` is vLLM's own word,
+"stop" or "length". Masks come from the lengths and finish reasons, never from searching for a token
+id (DESIGN invariant 1).
 """
 
 from __future__ import annotations
@@ -41,9 +48,9 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 
+# Prompts that were built from token ids (prefixes of answers), one row each.
 PROMPT = pa.schema(
     [
-        pa.field("group_id", pa.int64(), nullable=False),
         pa.field("prompt_id", pa.string(), nullable=False),
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
     ]
@@ -71,9 +78,8 @@ SCORED = pa.schema(
         pa.field("status", pa.string(), nullable=False),
         pa.field("extracted", pa.string()),
         pa.field("reason", pa.string()),
-        pa.field(
-            "step_rewards", pa.list_(pa.float64())
-        ),  # null unless steps are rewarded and status is "ok"
+        # Null unless steps are rewarded and the status is "ok".
+        pa.field("step_rewards", pa.list_(pa.float64())),
         pa.field("step_ends", pa.list_(pa.int32())),  # index of the last token of each step
     ]
 )
@@ -84,58 +90,51 @@ REFERENCE = pa.schema(
         pa.field("ref_logprobs", pa.list_(pa.float32()), nullable=False),
     ]
 )
-# What the controller tells the learner of each sample: where its tokens lie and how much they count.
+# What the driver tells the learner about each sample: where its tokens are, and their weight.
 PLAN = pa.schema(
     [
-        pa.field(
-            "table", pa.int32(), nullable=False
-        ),  # index into the list of rollout tables handed along
-        pa.field("row", pa.int32(), nullable=False),  # row in that table
+        # Index into the list of ROLLOUT tables that goes with the plan, and the row in that table.
+        pa.field("table", pa.int32(), nullable=False),
+        pa.field("row", pa.int32(), nullable=False),
         pa.field("group_id", pa.int64(), nullable=False),
         pa.field("reward", pa.float64(), nullable=False),  # 0 where not valid
-        pa.field(
-            "valid", pa.bool_(), nullable=False
-        ),  # the reward's status is ok and nothing masks the sample
-        pa.field(
-            "advantage", pa.float64(), nullable=False
-        ),  # nan where the learner works it out from its log-probs
-        pa.field(
-            "weight", pa.float64(), nullable=False
-        ),  # of each completion token, over the whole optimizer step
+        # Valid: the reward's status is "ok" and nothing masks the sample.
+        pa.field("valid", pa.bool_(), nullable=False),
+        # NaN where the learner computes the advantage from its log-probs.
+        pa.field("advantage", pa.float64(), nullable=False),
+        # Weight of each completion token, normalised over the whole optimizer step.
+        pa.field("weight", pa.float64(), nullable=False),
         pa.field("rank", pa.int32(), nullable=False),
         pa.field("micro_batch", pa.int32(), nullable=False),
-        pa.field("update", pa.int32(), nullable=False),  # which optimizer step of this batch
-        pa.field("step_rewards", pa.list_(pa.float64())),  # process supervision; null without
+        pa.field("update", pa.int32(), nullable=False),  # index of the optimizer step of this batch
+        pa.field("step_rewards", pa.list_(pa.float64())),  # null without process supervision
         pa.field("step_ends", pa.list_(pa.int32())),
     ]
 )
-# Answers with what is known of them: what a reward model is trained on and measured by. One row an answer.
+# Labelled answers, on which a reward model is trained and evaluated. One row an answer.
 LABELLED = pa.schema(
     [
         pa.field("prompt_id", pa.string(), nullable=False),
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field(
-            "ends", pa.list_(pa.int32()), nullable=False
-        ),  # index of the last token of each step; outcome: of all
-        pa.field("labels", pa.list_(pa.float64()), nullable=False),  # in [0, 1], one an end
-        pa.field(
-            "pair", pa.int64(), nullable=False
-        ),  # the same for two rows, chosen first; -1: in no pair
-        pa.field(
-            "iteration", pa.int32(), nullable=False
-        ),  # of iterative RL, in which it was sampled; 0 before
+        # Index of the last token of each step; for an outcome label, of the whole answer.
+        pa.field("ends", pa.list_(pa.int32()), nullable=False),
+        pa.field("labels", pa.list_(pa.float64()), nullable=False),  # in [0, 1], one for each end
+        # Two rows of a pair have the same number, the chosen one first; -1 for a row in no pair.
+        pa.field("pair", pa.int64(), nullable=False),
+        # The iteration of iterative RL in which it was sampled; 0 for older answers.
+        pa.field("iteration", pa.int32(), nullable=False),
     ]
 )
 
 
 class RecordError(ValueError):
-    """A hand-off does not hold what its schema promises; the message names the record, column and row."""
+    """A record does not satisfy its schema. The message names the record, column and row."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn. `temperature` > 0; `max_tokens` bounds one completion, in tokens."""
+    """How completions are sampled. `temperature` > 0; `max_tokens` bounds one completion."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -145,31 +144,42 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GroupMeta:
-    """Per-sample scalars of one finished group: all that the controller sees of it. Arrays have length n."""
+    """Scalars of one finished group of n samples: all that the driver sees of it."""
 
     group_id: int
     prompt_id: str
     prompt_tokens: int
-    lengths: np.ndarray  # int64, completion tokens
+    lengths: np.ndarray  # int64 [n], completion tokens
     finish_reasons: tuple[str, ...]
     version_min: int
     version_max: int
     generator: str = ""
-    cached_tokens: int = (
-        0  # of all samples' prompts: those whose keys and values were in the prefix cache
-    )
+    # Prompt tokens, over all samples, whose keys and values were in the prefix cache.
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """The token ids of a prompt by reference: row `row` of a PROMPT batch in the object store."""
+
+    table: Any  # object reference
+    row: int
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A prompt and the seeds of its completions: `seeds[i]` alone decides what sample i draws."""
+    """A prompt and the seeds of its completions: `seeds[i]` alone decides what sample i draws.
+
+    `epoch` counts how often the run has gone back to a checkpoint. Requests of an earlier epoch are
+    not worked on.
+    """
 
     group_id: int
     prompt_id: str
-    prompt_ids: list[int]
+    prompt_ids: list[int] | PromptRow
     seeds: list[int]
     sampling: SamplingParams
-    epoch: int = 0  # how often the run has gone back to a checkpoint; what was asked before that is of no use
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -194,7 +204,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters in the object store: `ref` is a uint8 array holding `entries`; `digest` its checksum."""
+    """Parameters in the object store. `ref`: uint8 array of the entries; `digest`: its checksum."""
 
     ref: Any
     entries: list[Entry]
@@ -203,7 +213,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Probe:
-    """Sequences with the learner's log-probs float32 of ids[1:]; a generator must find the same within `tolerance`."""
+    """Sequences by which a generator proves that its weights are the learner's.
+
+    `logprobs`: the learner's, float32 [len - 1] for each sequence, of ids[1:]. A generator must
+    compute the same within `tolerance`.
+    """
 
     ids: list[list[int]]
     logprobs: list[np.ndarray]
@@ -212,7 +226,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Published:
-    """One version of the policy, whole: what every generator loads and proves."""
+    """One version of the policy: all of its weights, and the probe that proves they were loaded."""
 
     version: int
     buckets: list[Bucket]
@@ -230,7 +244,10 @@ def checksum(buffer: np.ndarray) -> str:
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema, name: str) -> pa.RecordBatch:
-    """Return `batch` if it has exactly `schema`, no nulls where none may be; raise RecordError otherwise."""
+    """Return `batch` if it has exactly this schema and no null in a column that allows none.
+
+    Raises RecordError, naming the record `name`, otherwise.
+    """
     if not batch.schema.equals(schema):
         missing = [f.name for f in schema if f.name not in batch.schema.names]
         wrong = [
@@ -250,7 +267,8 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema, name: str) -> pa.RecordBat
 
 
 def check_rollout(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """A ROLLOUT whose token columns agree: equal lengths, finite log-probs <= 0, known finish reasons."""
+    """Return a ROLLOUT unchanged. Raises RecordError unless its token columns have equal lengths,
+    its log-probs are finite and at most 0, and its finish reasons are known."""
     conform(batch, ROLLOUT, "rollout")
     lengths = list_lengths(batch.column("completion_ids"))
     for column in ("behaviour_logprobs", "versions"):
@@ -272,7 +290,7 @@ def check_rollout(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def check_reference(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """A REFERENCE of finite log-probs <= 0."""
+    """Return a REFERENCE unchanged. RecordError unless its log-probs are finite and at most 0."""
     conform(batch, REFERENCE, "reference")
     _check_logprobs(
         batch,
@@ -284,21 +302,27 @@ def check_reference(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _check_logprobs(batch: pa.RecordBatch, column: str, record: str, cause: str) -> None:
-    """Raise RecordError naming group, sample and token of the first value that is not finite or is above 0."""
+    """Raise RecordError, naming group, sample and token, for the first value that is no log-prob.
+
+    Rounding may leave a log-prob slightly above 0.
+    """
     values = batch.column(column).flatten().to_numpy(zero_copy_only=False)
     bad = ~np.isfinite(values) | (values > 1e-3)
     if bad.any():
-        at, ends = int(np.flatnonzero(bad)[0]), np.cumsum(list_lengths(batch.column(column)))
-        row = int(np.searchsorted(ends, at, side="right"))
+        first = int(np.flatnonzero(bad)[0])
+        ends = np.cumsum(list_lengths(batch.column(column)))
+        row = int(np.searchsorted(ends, first, side="right"))
+        token = first - (int(ends[row - 1]) if row else 0)
+        group, sample = (batch.column(name)[row] for name in ("group_id", "sample_index"))
         raise RecordError(
-            f"{record}: group {batch.column('group_id')[row]}, sample {batch.column('sample_index')[row]}, token "
-            f"{at - (int(ends[row - 1]) if row else 0)}: {column} is {values[at]}, which is not a log-probability. "
-            f"{cause}."
+            f"{record}: group {group}, sample {sample}, token {token}: {column} is "
+            f"{values[first]}, which is not a log-probability. {cause}."
         )
 
 
 def check_scored(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """A SCORED batch in which exactly the rows with status "ok" carry a finite reward (DESIGN invariant 4)."""
+    """Return a SCORED batch unchanged. Raises RecordError unless exactly the rows with status "ok"
+    have a finite reward (DESIGN invariant 4), and every step reward is finite and has an end."""
     conform(batch, SCORED, "scored")
     for row, (status, reward) in enumerate(
         zip(batch.column("status").to_pylist(), batch.column("reward").to_pylist(), strict=True)
@@ -316,14 +340,15 @@ def check_scored(batch: pa.RecordBatch) -> pa.RecordBatch:
     for row, (rewards, ends) in enumerate(steps):
         if len(rewards or []) != len(ends or []) or not np.isfinite(rewards or []).all():
             raise RecordError(
-                f"scored: row {row}: step rewards {rewards} with ends {ends}: expected as many of each, "
-                "and finite rewards"
+                f"scored: row {row}: step rewards {rewards} with ends {ends}: expected as many of "
+                "each, and finite rewards"
             )
     return batch
 
 
 def check_labelled(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """A LABELLED of labels in [0, 1], one an end, and ends in order within the completion."""
+    """Return a LABELLED batch unchanged. Raises RecordError unless labels are in [0, 1], one for
+    each end, and ends are in order within the completion."""
     conform(batch, LABELLED, "labelled")
     columns = [batch.column(name).to_pylist() for name in ("completion_ids", "ends", "labels")]
     for row, (ids, ends, labels) in enumerate(zip(*columns, strict=True)):
@@ -334,8 +359,8 @@ def check_labelled(batch: pa.RecordBatch) -> pa.RecordBatch:
             or not 0 <= ends[0] <= ends[-1] < len(ids)
         ):
             raise RecordError(
-                f"labelled: row {row}: ends {ends} with labels {labels} of {len(ids)} tokens: expected "
-                "one label an end, and ends in order within the completion"
+                f"labelled: row {row}: ends {ends} with labels {labels} of {len(ids)} tokens: "
+                "expected one label an end, and ends in order within the completion"
             )
         if not all(0.0 <= v <= 1.0 for v in labels):  # a NaN fails too
             raise RecordError(f"labelled: row {row}: labels {labels}, expected each in [0, 1]")

@@ -1,4 +1,7 @@
-"""Log-probs under the frozen reference policy: a pool of actors, present only when a KL term needs them."""
+"""Log-probs under the frozen reference policy, by a pool of actors.
+
+The pool exists only if a KL term needs it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ HINT = "the reference actor's log in the session's logs folder of Ray"
 
 
 class Reference:
-    """Ray actor. `model` is ModelConfig; log-probs are those of the distribution at `temperature`."""
+    """Ray actor that holds the reference policy. `cfg`: conf.schema.Config.
+
+    Log-probs are those of the distribution at rollout.temperature.
+    """
 
     def __init__(self, index: int, cfg: Any) -> None:
         import torch
@@ -43,7 +49,7 @@ class Reference:
         return f"reference-{self.index}"
 
     def load(self, buckets: list[Bucket]) -> None:
-        """Become the policy of these buckets (reference reset)."""
+        """Take over the weights of a published policy (reference reset)."""
         import torch
 
         from actors.weight_transfer import view
@@ -56,7 +62,7 @@ class Reference:
                     parameters[entry.name].copy_(view(buffer, entry))
 
     def save(self, file: str) -> None:
-        """Write the weights as safetensors (a reference that was reset is part of a checkpoint)."""
+        """Write the weights as safetensors. After a reset they are part of a checkpoint."""
         from actors.modeling.safetensor_files import write_tensors
 
         write_tensors(
@@ -65,7 +71,7 @@ class Reference:
         )
 
     def restore(self, file: str | None) -> None:
-        """Read what `save` wrote; None: become the initial model again."""
+        """Load the weights that `save` wrote, or those of the initial model if `file` is None."""
         import torch
         from safetensors.torch import load_file
 
@@ -81,84 +87,74 @@ class Reference:
                 parameter.copy_(saved[name])
 
     def distributions(self, table: pa.RecordBatch, row: int, tokens: int) -> tuple[int, np.ndarray]:
-        """(K, log-probs float32 [K, vocabulary]) at the first K <= `tokens` places of one completion, for exact KL."""
+        """Return (K, log-probs of the whole vocabulary, float32 [K, V]) for the exact KL.
+
+        They belong to the first K <= `tokens` completion tokens of one row of a ROLLOUT batch.
+        """
         import torch
+
+        from actors.modeling.packing import PackedBatch, TokenSequence
 
         prompt, completion = (
             ragged(table.column(c))[row] for c in ("prompt_ids", "completion_ids")
         )
-        ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None].to(
-            self.device
-        )
-        columns = torch.arange(
-            len(prompt), len(prompt) + min(tokens, len(completion)), device=self.device
-        )
+        ids = np.concatenate([prompt, completion])
+        positions = len(prompt) + np.arange(min(tokens, len(completion)))
+        b = PackedBatch.of([TokenSequence(ids, len(prompt), positions)], self.device)
         with torch.no_grad():
-            found, _ = self.policy(
-                ids, torch.zeros_like(columns), columns, self.cfg.rollout.temperature, full=True
+            logprobs, _ = self.policy(
+                b.ids, b.rows, b.columns, self.cfg.rollout.temperature, full=True
             )
-        return len(columns), found.float().cpu().numpy()
+        return len(positions), logprobs.float().cpu().numpy()
 
     def logprobs(self, tables: list[Any]) -> tuple[Any, ...]:
-        """(groups, then one REFERENCE batch for each ROLLOUT reference, rows in the same order)."""
+        """Return the number of tables, then one REFERENCE batch for each reference of a ROLLOUT.
+
+        The rows of a batch are in the order of its ROLLOUT.
+        """
         batches = ray.get(list(tables), timeout=self.cfg.reference.timeout_s)
-        rows = [(conform(b, ROLLOUT, "rollout"), i) for b in batches for i in range(b.num_rows)]
+        for batch in batches:
+            conform(batch, ROLLOUT, "rollout")
         prompts = [p for b in batches for p in ragged(b.column("prompt_ids"))]
         completions = [c for b in batches for c in ragged(b.column("completion_ids"))]
-        found = self._forward(prompts, completions)
-        out, start = [], 0
-        for b in batches:
-            values = found[start : start + b.num_rows]
-            start += b.num_rows
-            out.append(
-                pa.RecordBatch.from_arrays(
-                    [
-                        b.column("group_id"),
-                        b.column("sample_index"),
-                        pa.array(values, pa.list_(pa.float32())),
-                    ],
-                    schema=REFERENCE,
-                )
+        values = self._completion_logprobs(prompts, completions)
+        results, start = [], 0
+        for batch in batches:
+            rows = values[start : start + batch.num_rows]
+            start += batch.num_rows
+            result = pa.RecordBatch.from_arrays(
+                [
+                    batch.column("group_id"),
+                    batch.column("sample_index"),
+                    pa.array(rows, pa.list_(pa.float32())),
+                ],
+                schema=REFERENCE,
             )
-            if (
-                list_lengths(out[-1].column("ref_logprobs"))
-                != list_lengths(b.column("completion_ids"))
-            ).any():
+            lengths = list_lengths(batch.column("completion_ids"))
+            if (list_lengths(result.column("ref_logprobs")) != lengths).any():
                 raise RuntimeError(f"{self!r}: log-probs and completions differ in length")
-        assert start == len(rows)
-        return len(out), *out
+            results.append(result)
+        return len(results), *results
 
-    def _forward(
+    def _completion_logprobs(
         self, prompts: list[np.ndarray], completions: list[np.ndarray]
     ) -> list[np.ndarray]:
-        import torch
+        """Return float32 [completion tokens] for each pair of a prompt and a completion."""
+        from actors.modeling.packing import (
+            PackedBatch,
+            TokenSequence,
+            pack_sequences,
+            run_packed,
+        )
 
-        from actors.modeling.packing import pack
+        def forward(b: PackedBatch) -> Any:
+            temperature = self.cfg.rollout.temperature
+            return self.policy(b.ids, b.rows, b.columns, temperature)[0].float()
 
-        lengths = np.array([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
-        micro = pack(lengths, self.cfg.learner.micro_batch_tokens)
-        found: list[Any] = [None] * len(prompts)
-        with torch.no_grad():
-            for m in range(int(micro.max()) + 1 if len(micro) else 0):
-                members = np.flatnonzero(micro == m)
-                ids = torch.zeros(len(members), int(lengths[members].max()), dtype=torch.long)
-                for r, i in enumerate(members):
-                    whole = np.concatenate([prompts[i], completions[i]]).astype(np.int64)
-                    ids[r, : lengths[i]] = torch.from_numpy(whole)
-                sizes = [len(completions[i]) for i in members]
-                rows = torch.repeat_interleave(torch.arange(len(members)), torch.tensor(sizes))
-                columns = torch.cat(
-                    [torch.arange(len(prompts[i]), int(lengths[i])) for i in members]
-                )
-                values, _ = self.policy(
-                    ids.to(self.device),
-                    rows.to(self.device),
-                    columns.to(self.device),
-                    self.cfg.rollout.temperature,
-                )
-                for i, piece in zip(members, values.float().cpu().split(sizes), strict=True):
-                    found[i] = piece.numpy()
-        return found
+        pairs = zip(prompts, completions, strict=True)
+        sequences = [TokenSequence.of_completion(p, c) for p, c in pairs]
+        micro_batches = pack_sequences(sequences, self.cfg.learner.micro_batch_tokens)
+        return run_packed(forward, sequences, micro_batches, self.device)
 
 
 @dataclass(frozen=True)

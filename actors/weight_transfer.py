@@ -1,11 +1,13 @@
-"""Weights into vLLM through its own weight-transfer interface, from NumPy views of the object store.
+"""Weights enter vLLM through its own weight-transfer interface, from views of the object store.
 
-A bucket is one flat uint8 array in the object store and a list of (name, dtype, shape, offset) entries. The engine
-reads views of it (zero-copy on the node that holds it), checks its checksum and lets vLLM load them.
+A bucket is one flat uint8 array in the object store and a list of (name, dtype, shape, offset)
+entries. The engine reads views of it (zero-copy on the node that holds it), verifies the checksum
+and passes the views to vLLM, which loads them.
 
-Two things vLLM leaves to us on the CPU: its base class ends an update in an accelerator call, and it re-packs only
-layers that *received* weights. A tied output projection receives none and would silently keep the old matrix
-(docs/architecture.md, "Weights"); `finish_weight_update` re-packs every embedding and head.
+vLLM leaves two things to its users on the CPU. Its base class ends an update with a call to the
+accelerator, which does not exist. And it re-packs only layers that *received* weights: a tied
+output projection receives none and would silently keep the old matrix (docs/architecture.md,
+"Weights"). `finish_weight_update` therefore re-packs every embedding and head.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ BACKEND = "object_store"
 
 
 class WeightSyncError(RuntimeError):
-    """Weights arrived damaged, or the generator does not compute what the learner computes."""
+    """Weights arrived damaged, or the generator's log-probs are not those of the learner."""
 
 
 @dataclass
 class ObjectStoreInit(WeightTransferInitInfo):
-    pass
+    """No information is needed: a bucket is addressed by its object reference."""
 
 
 @dataclass
 class ObjectStoreUpdate(WeightTransferUpdateInfo):
-    """`buffer`: uint8 [bytes]; `entries`: what lies where; `digest`: the learner's checksum of the buffer."""
+    """One bucket. `buffer` is uint8 [bytes]; `digest` is the learner's checksum of it."""
 
     buffer: np.ndarray
     entries: list[Entry]
@@ -47,13 +49,13 @@ class ObjectStoreUpdate(WeightTransferUpdateInfo):
 
 
 class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInit, ObjectStoreUpdate]):
-    """vLLM weight-transfer backend `object_store`: CPU, and across nodes through Ray's object store."""
+    """The vLLM weight-transfer backend `object_store`: on CPU, and across nodes through Ray."""
 
     init_info_cls = ObjectStoreInit
     update_info_cls = ObjectStoreUpdate
 
     def init_transfer_engine(self, init_info: ObjectStoreInit) -> None:
-        """Nothing to rendezvous: a bucket is addressed by its object reference."""
+        """Nothing to do: a bucket is addressed by its object reference."""
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -66,10 +68,10 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInit, ObjectStoreUpdate]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
-        found = checksum(update_info.buffer)
-        if found != update_info.digest:
+        digest = checksum(update_info.buffer)
+        if digest != update_info.digest:
             raise WeightSyncError(
-                f"bucket with {update_info.entries[0].name}: checksum {found}, "
+                f"bucket with {update_info.entries[0].name}: checksum {digest}, "
                 f"the learner sent {update_info.digest}"
             )
         self.model.load_weights(
@@ -83,7 +85,7 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInit, ObjectStoreUpdate]
         self.repack_embeddings()
 
     def repack_embeddings(self) -> None:
-        """Pack embeddings and output heads again: a tied head receives no weight of its own (see module docstring)."""
+        """Pack embeddings and heads again: a tied head receives no weights (module docstring)."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         for module in self.model.modules():
@@ -91,11 +93,11 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInit, ObjectStoreUpdate]
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Holds nothing."""
+        """Nothing to release."""
 
 
 def view(buffer: np.ndarray, entry: Entry) -> torch.Tensor:
-    """A tensor of `entry` inside `buffer`, without a copy. The buffer is read-only: never write to the result."""
+    """The tensor of `entry` as a view of `buffer`. The buffer is read-only: never write to it."""
     dtype = getattr(torch, entry.dtype)
     count = int(np.prod(entry.shape, dtype=np.int64))
     piece = buffer[entry.offset : entry.offset + count * dtype.itemsize]
@@ -105,6 +107,6 @@ def view(buffer: np.ndarray, entry: Entry) -> torch.Tensor:
 
 
 def register() -> None:
-    """Make `weight_transfer_config={"backend": "object_store"}` known to vLLM in this process (idempotent)."""
+    """Register the backend "object_store" with vLLM in this process. Idempotent."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ObjectStoreEngine)

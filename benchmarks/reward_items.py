@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reward_service.rules.rules import TAGS, RewardItem
+from reward_service.rules.format import TAGS
+from reward_service.rules.item import RewardItem
 
 GOLD = r"\frac{7391}{3}+\sqrt{5}"  # no random expression over small numbers has this value
 WHOLE = "7391"

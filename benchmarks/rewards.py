@@ -22,9 +22,10 @@ from typing import Any
 
 from benchmarks.reward_items import adversarial, ordinary
 from benchmarks.run import RESULTS, commit, machine
-from reward_service.math.grading import gold_text
-from reward_service.pool import RewardPool
-from reward_service.rules.rules import RewardItem, answer_block
+from reward_service.math.extraction import gold_text
+from reward_service.processes import RewardPool
+from reward_service.rules.format import answer_block
+from reward_service.rules.item import RewardItem
 
 CONFIG = {"rules": {"accuracy": 1.0, "format": 1.0}, "timeout_s": 5.0}
 FRESH = (

@@ -41,7 +41,7 @@ def validate(cfg: Config) -> None:
             "expected one of never, auto, or the folder of a run or a checkpoint",
         )
     if cfg.checkpoint.keep_best:
-        from learner.checkpoints.checkpoint import check_best
+        from learner.checkpoints.retention import check_best
 
         check_best(cfg)
     if cfg.cluster.resources:
@@ -250,7 +250,7 @@ def _check_sampling(cfg: Config) -> None:
 
 def _check_models(cfg: Config) -> None:
     from reward_service.models.meaning import NEW, meaning
-    from reward_service.rules.rules import RULES
+    from reward_service.rules.registry import RULES
 
     for name, settings in cfg.reward.models.items():
         key = f"reward.models.{name}"
@@ -398,7 +398,7 @@ def _check_reward(cfg: Config) -> None:
         raise ConfigError(
             "reward.rules", cfg.reward.rules, "expected at least one rule with a weight"
         )
-    from reward_service.rules.rules import RULES  # as light as this module
+    from reward_service.rules.registry import RULES  # as light as this module
 
     known = sorted({*RULES, *(cfg.reward.options.get("custom") or {}), *cfg.reward.models})
     unknown = [name for name in cfg.reward.rules if name not in known]

@@ -8,15 +8,15 @@ from typing import Any
 
 from cluster.stopping import Stopping
 from conf.schema import Config
-from learner.checkpoints import checkpoint
+from learner.checkpoints import checkpoint, saved_settings
 
 
 @dataclass(frozen=True)
 class Launch:
     """What is known before any actor of a stage starts.
 
-    `started`: time.monotonic() when the program began. `saved`: the verified folder of the checkpoint
-    to resume from, or None.
+    `started`: time.monotonic() when the program began. `saved`: the verified folder of the
+    checkpoint to resume from, or None.
     """
 
     cfg: Config  # as the user gave it
@@ -29,4 +29,4 @@ class Launch:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings as checkpoints and wandb hold them: without secrets."""
-        return checkpoint.as_dict(self.cfg)
+        return saved_settings.as_dict(self.cfg)

@@ -339,8 +339,8 @@ def probe_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
     Scored as in training, by a killable worker. Raises PreflightError where statuses would stop the run, where no right
     answer is judged right, or where the wrong one is."""
     from reward_service.combine import rule_weights
-    from reward_service.pool import RewardPool
-    from reward_service.rules.rules import RewardItem
+    from reward_service.processes import RewardPool
+    from reward_service.rules.item import RewardItem
 
     reward = {
         "rules": rule_weights(cfg.reward.rules, cfg.reward.models),

@@ -34,23 +34,27 @@ def locate(cfg: Config) -> Path:
     )
     if begun and cfg.resume == "never":  # a start that failed before its first step is no run
         raise RunError(
-            f"run_dir={run_dir}: holds a run already. Give another run_dir, or go on with that run: "
-            "resume=auto."
+            f"run_dir={run_dir}: holds a run already. Give another run_dir, or go on with that "
+            "run: resume=auto."
         )
     return run_dir
 
 
 def home(run_dir: Path, here: Path | None = None) -> Path:
-    """Where a relative run_dir lies: in the current folder `here`. That of a submitted job is Ray's copy, which goes
-    with the job; VOLLEY_HOME, set by `make cluster` and cluster/jobs/submit.py, says where instead."""
+    """The folder that a relative run_dir is relative to: the current folder, `here`.
+
+    A submitted job runs in a copy that Ray deletes with the job. VOLLEY_HOME, set by `make cluster`
+    and cluster/jobs/submit.py, names the folder to use instead. Raises RunError if it is not set.
+    """
     here = here or Path.cwd()
     if "runtime_resources" not in here.parts:
         return here
     if given := os.environ.get("VOLLEY_HOME"):
         return Path(given)
     raise RunError(
-        f"run_dir={run_dir}: is relative, and the folder of a submitted job is a copy that Ray deletes. "
-        "Give an absolute one, on a disk that every node sees, or VOLLEY_HOME in the runtime environment."
+        f"run_dir={run_dir}: is relative, and the folder of a submitted job is a copy that Ray "
+        "deletes. Give an absolute one, on a disk that every node sees, or VOLLEY_HOME in the "
+        "runtime environment."
     )
 
 
@@ -125,8 +129,6 @@ def run_stages(launch: Launch) -> None:
     from cluster import placement
     from cluster.connect import connect
     from learner.algorithms import parts
-    from learner.stage import run_stage
-    from learner.stages.table import pipeline
 
     cfg = launch.cfg
     if cfg.stage.trains == "policy":
@@ -136,6 +138,10 @@ def run_stages(launch: Launch) -> None:
         print(f"volley: {places}", flush=True)
     # Ray has just put a handler of its own there.
     signal.signal(signal.SIGTERM, lambda *_: terminate(launch.stopping))
+    # These import Ray, which may only be done once `connect` has chosen how it authenticates.
+    from learner.stage import run_stage
+    from learner.stages.table import pipeline
+
     for stage in pipeline(cfg):
         run_stage(stage, launch)
 
@@ -148,7 +154,8 @@ def first_cause(error: BaseException) -> str:
     if type(error).__name__ in ("ObjectStoreFullError", "OutOfDiskError"):
         return (
             f"Ray's object store is full, and the disk behind it too: {text.splitlines()[0]} Raise "
-            "cluster.object_store_mib, or free space on the disk of Ray's session folder (/tmp/ray, RAY_TMPDIR)."
+            "cluster.object_store_mib, or free space on the disk of Ray's session folder "
+            "(/tmp/ray, RAY_TMPDIR)."
         )
     plain = isinstance(error, RunError | checkpoint.CheckpointError | ValueError) or "\n" in text
     return text if plain else f"{type(error).__name__}: {text}"

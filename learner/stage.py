@@ -112,7 +112,10 @@ def run_steps(stage: Stage, run: Run, state: State, origin: Origin) -> tuple[Sta
 
 
 def advance(stage: Stage, run: Run, state: State, origin: Origin) -> dict[str, Any]:
-    """From `state.done` to the end. Raises KeyboardInterrupt after a step during which SIGTERM came."""
+    """From `state.done` to the end.
+
+    Raises KeyboardInterrupt after a step during which SIGTERM came.
+    """
     stopping, every, total = run.launch.stopping, run.cfg.checkpoint.every, stage.steps(run)
     stage.begin(run, state)
     if state.done == 0:
@@ -136,7 +139,8 @@ def fall_back(stage: Stage, run: Run, origin: Origin, why: LearnerLost) -> State
     """Replace the lost learner ranks without ending the run, and return the State to go on from.
 
     Everything else goes back to the last checkpoint, or to the start if there is none. The steps
-    after it are repeated and give the same result, because the checkpoint holds all of their inputs.
+    after it are repeated and give the same result, because the checkpoint holds all of their
+    inputs.
     """
     run.progress.phase("restart")
     saved = run.launch.store.newest(resume.tell_refusal)

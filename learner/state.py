@@ -1,4 +1,6 @@
-"""What a run is, apart from its tensors and handles: the part of a checkpoint that the driver holds."""
+"""What a run is, apart from its tensors and handles: the part of a checkpoint that the driver
+holds.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ class State:
     refreshed_at: int = -1  # the step after which the last refresh came; -1: none yet
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as values that `json.dumps` accepts. A metric that is not finite is left out."""
+        """Everything, as values that `json.dumps` accepts.
+
+        A metric that is not finite is left out.
+        """
         plain = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)

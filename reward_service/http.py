@@ -1,4 +1,4 @@
-"""The reward service over HTTP: a Ray Serve deployment around the pool, protected by a token."""
+"""The reward service over HTTP: a Ray Serve deployment of the pool, protected by a token."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from reward_service.main import MAX_BODY, item_of, result_row
-from reward_service.pool import RewardPool
+from reward_service.processes import RewardPool
+from reward_service.rows import item_of, result_row
+
+MAX_BODY = 64 * 2**20  # bytes of one request
 
 
 class RewardHTTP:
-    """POST /score: a JSON list of items, or {"items": [...]}, to a list of results in order. GET /stats: counts."""
+    """POST /score takes a JSON list of items, or {"items": [...]}, and returns results in order.
+
+    GET /stats returns the counts of the pool. Every request must carry the token as a bearer token.
+    """
 
     def __init__(self, config: Mapping[str, Any], workers: int, token: str):
         self.token, self.pool = token.encode(), RewardPool(config, workers)
@@ -58,7 +63,7 @@ class RewardHTTP:
 
 
 def deployment(config: Mapping[str, Any], workers: int, token: str) -> Any:
-    """The Serve application; more than 64 requests waiting are refused by Serve with status 503."""
+    """The Serve application. Serve answers 503 if more than 64 requests are waiting."""
     return serve.deployment(
         RewardHTTP,
         name="RewardHTTP",

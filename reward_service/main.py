@@ -1,7 +1,8 @@
 """Command line: `python -m reward_service.main grade --completions FILE.jsonl` and `... serve`.
 
-grade prints one line of JSON per item: id, accuracy, format, status, extracted, reason. serve answers the same over
-HTTP through Ray Serve: POST /score with a list of items, `Authorization: Bearer TOKEN`, on the loopback by default.
+`grade` prints one line of JSON per item: id, accuracy, format, status, extracted, reason. `serve`
+gives the same answers over HTTP (Ray Serve): POST /score with a list of items and `Authorization:
+Bearer TOKEN`. It listens on the loopback interface by default.
 """
 
 from __future__ import annotations
@@ -12,95 +13,19 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from reward_service.pool import RewardPool
-from reward_service.rules.rules import RewardItem, RewardResult, format_reward
+from reward_service.processes import RewardPool
+from reward_service.rows import read_items, result_row
 
 DEFAULT_RULES = {"rules": {"accuracy": 1.0, "format": 1.0}, "timeout_s": 10.0}
 BLOCK = 2048  # items read and graded at a time
-MAX_BODY = 64 * 2**20  # bytes of one HTTP request
-_FIELDS = {
-    "id": str,
-    "completion": str,
-    "gold": str,
-    "prefill": str,
-    "task": str,
-    "prompt": str,
-    "data_source": str,
-    "repeat": dict,
-    "completion_tokens": int,
-    "max_tokens": int,
-    "truncated": bool,
-}
-
-
-def item_of(row: Any, where: str, number: int = 0) -> RewardItem:
-    """A RewardItem from case-file fields; other fields become `extra`. Raises ValueError naming place and column."""
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    for column in ("completion", "gold"):
-        if column not in row:
-            raise ValueError(
-                f"{where}: column {column!r} is missing; it has {', '.join(map(repr, row)) or 'none'}"
-            )
-    for column, kind in _FIELDS.items():
-        if row.get(column) is not None and not isinstance(row[column], kind):
-            raise ValueError(
-                f"{where}: column {column!r} is {row[column]!r:.80}; expected {kind.__name__}"
-            )
-    repeat = row.get("repeat") or {}
-    text = (
-        (row.get("prefill") or "")
-        + row["completion"]
-        + repeat.get("text", "") * int(repeat.get("times", 0))
-        + repeat.get("then", "")
-    )
-    extra = {key: value for key, value in row.items() if key not in _FIELDS}
-    plain = {
-        key: row[key]
-        for key in ("task", "prompt", "data_source", "completion_tokens", "max_tokens", "truncated")
-        if row.get(key) is not None
-    }
-    return RewardItem(
-        id=row.get("id") or str(number), response=text, gold=row["gold"] or "", extra=extra, **plain
-    )
-
-
-def read_items(path: Path) -> Iterator[RewardItem]:
-    """Items of a JSON-lines file. Raises ValueError naming file, row (from 1) and column."""
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
-        count = 0
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, row {number}: not JSON: {error}") from error
-            count += 1
-            yield item_of(row, f"{path}, row {number}", number)
-    if not count:
-        raise ValueError(f"{path} holds no rows; expected one JSON object a line")
-
-
-def result_row(item: RewardItem, result: RewardResult) -> dict[str, Any]:
-    """What is printed and sent: accuracy is null if it was not determined (any status but ok)."""
-    return {
-        "id": item.id,
-        "accuracy": result.parts.get("accuracy"),
-        "format": format_reward(item.response),
-        "status": result.status,
-        "extracted": result.extracted,
-        "reason": result.reason,
-    }
 
 
 def load_config(path: str | None) -> dict[str, Any]:
-    """A reward config from YAML, or accuracy and format."""
+    """The reward config of a YAML file; without a path, the rules accuracy and format."""
     if path is None:
         return dict(DEFAULT_RULES)
     from omegaconf import OmegaConf
@@ -109,7 +34,7 @@ def load_config(path: str | None) -> dict[str, Any]:
 
 
 def grade(args: argparse.Namespace) -> None:
-    """Prints a line of JSON for each item of args.completions, in order."""
+    """Prints one line of JSON for each item of the file args.completions, in order."""
     with RewardPool(load_config(args.config), args.workers) as pool:
         items = read_items(Path(args.completions))
         while block := list(islice(items, BLOCK)):
@@ -121,7 +46,11 @@ def grade(args: argparse.Namespace) -> None:
 
 
 def read_token(path: str | None) -> str:
-    """The token of the file, or of VOLLEY_REWARD_TOKEN; without either a new one, written to `path` for its owner."""
+    """The token from the file `path`, or else from the environment variable VOLLEY_REWARD_TOKEN.
+
+    Without either, a new token is written to `path`, readable by its owner only. Raises ValueError
+    for a token shorter than 16 characters.
+    """
     if path and Path(path).is_file():
         token = Path(path).read_text().strip()
     elif os.environ.get("VOLLEY_REWARD_TOKEN"):
@@ -139,7 +68,7 @@ def read_token(path: str | None) -> str:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Serves until interrupted."""
+    """Serves over HTTP until SIGINT or SIGTERM arrives."""
     import ray
     from ray import serve as ray_serve
 
@@ -160,7 +89,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point; a bad input ends in one line and exit code 2."""
+    """Entry point. Bad input ends with one line of error and exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m reward_service.main", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("grade", help="grade a JSON-lines file of completions")

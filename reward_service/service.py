@@ -1,4 +1,4 @@
-"""The reward service: rollouts in, rewards out. A plain class; whoever deploys it wraps it as a Ray actor."""
+"""The reward service: takes rollouts and returns rewards. A plain class that the caller runs as an actor."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.records import SCORED as REWARD
-from reward_service.pool import RewardPool, RewardPoolError
-from reward_service.rules.rules import RewardItem, RewardResult
+from actors.records import SCORED
+from reward_service.processes import RewardPool
+from reward_service.rules.item import RewardItem, RewardResult
 from reward_service.step_labels.steps import STEP_RULES, token_steps
-
-__all__ = ["REWARD", "RewardItem", "RewardPool", "RewardPoolError", "RewardResult", "RewardService"]
 
 
 class RewardService:
-    """Scores batches of rollouts; decodes sampled ids itself and never re-tokenises.
+    """Scores batches of rollouts. It decodes the sampled token ids and never tokenises text again.
 
-    `reward_cfg`: mapping with rules, combine, timeout_s, steps, options (see conf/reward). `tokenizer_path`: local
-    directory. `workers`: the most scoring processes; 0 or less takes reward_cfg["workers"].
+    `reward_cfg` is a mapping with rules, combine, timeout_s, steps and options (see conf/reward).
+    `tokenizer_path` is a local directory. `workers` is the largest number of scoring processes; a
+    number below 1 means reward_cfg["workers"].
     """
 
     def __init__(self, reward_cfg: Mapping[str, Any], tokenizer_path: str, workers: int = 0):
@@ -38,9 +37,10 @@ class RewardService:
     def score(
         self, rollouts: pa.RecordBatch, prompts: Sequence[Mapping[str, Any]]
     ) -> pa.RecordBatch:
-        """One row of REWARD per row of `rollouts`, in order. `prompts`: the Prompt fields of every prompt_id in it.
+        """Returns one SCORED row for each row of `rollouts` (ROLLOUT), in the same order.
 
-        Raises KeyError for a prompt_id that is not among `prompts`, RewardPoolError if workers cannot start.
+        `prompts` holds the fields of a Prompt for every prompt_id of the rollouts. Raises KeyError
+        for a prompt_id that is not among them, and RewardPoolError if workers cannot start.
         """
         by_id = {prompt["prompt_id"]: prompt for prompt in prompts}
         rows = rollouts.select(
@@ -84,7 +84,7 @@ class RewardService:
                 "step_rewards": [rewards for rewards, _ in steps],
                 "step_ends": [ends for _, ends in steps],
             },
-            schema=REWARD,
+            schema=SCORED,
         )
 
     def _item(self, prompt: Mapping[str, Any], row: Mapping[str, Any], text: str) -> RewardItem:
@@ -104,7 +104,10 @@ class RewardService:
     def _steps(
         self, prompt: Mapping[str, Any], row: Mapping[str, Any], text: str, result: RewardResult
     ) -> tuple[list[float] | None, list[int] | None]:
-        """(rewards, token indices) of the answer's steps; (None, None) where none are asked for or it is not ok."""
+        """(rewards, token indices) of the steps of an answer.
+
+        (None, None) if no step rule is set, or if the answer has no tokens or no reward.
+        """
         if self.steps is None or result.status != "ok" or not row["completion_ids"]:
             return None, None
         prefill = prompt.get("prefill", "")
@@ -119,9 +122,9 @@ class RewardService:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counts by status, worker deaths and kills, with one example (as text) of each status other than ok."""
+        """Counts by status, worker deaths and kills, and one example (text) of each status but ok."""
         return self.pool.report()
 
     def close(self) -> None:
-        """Stops the workers."""
+        """Stops the worker processes."""
         self.pool.close()

@@ -1,7 +1,9 @@
-"""One killable scoring process of the pool: how it is started, what runs in it, and how it is killed with its children.
+"""A scoring process of the pool: how it starts, what it runs, and how it and its children are
+killed.
 
-Workers are forked from multiprocessing's fork server, an interpreter with one thread that has imported what they need;
-the calling process, which may be a threaded actor, is never forked. So a killed worker is replaced in milliseconds.
+Workers are forked from the fork server of multiprocessing, an interpreter with one thread that has
+already imported the modules a worker needs. Therefore a killed worker is replaced within
+milliseconds, and the calling process, which may be an actor with many threads, is never forked.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from reward_service.rules.rules import RewardItem, RewardResult, Scorer, score_safely
+from reward_service.rules.item import RewardItem, RewardResult
+from reward_service.rules.scorer import Scorer, score_safely
 
 _START = threading.Lock()
 _IMPORTS = ["mpmath", "pebble", "reward_service.rules.tasks", "reward_service.worker"]
@@ -29,15 +32,19 @@ _problem: str | None = None
 
 
 def kill_group(pid: int | None) -> None:
-    """SIGKILL to a worker and every process it started."""
-    for kill in (os.killpg, os.kill):  # by its own id, if it has not yet come to leading a group
+    """Sends SIGKILL to a worker and to every process it started."""
+    # A worker that has not yet become the leader of a process group is killed by its own id.
+    for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, TypeError):
             return kill(pid, signal.SIGKILL)
 
 
 class _Process(ForkServerProcess):
     def start(self) -> None:
-        """Without the caller's script, which multiprocessing would have every worker import (under Ray: all of Ray)."""
+        """Starts the process without the caller's script.
+
+        multiprocessing would make every worker import that script, which under Ray imports Ray.
+        """
         with _START:
             script, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
             try:
@@ -46,12 +53,12 @@ class _Process(ForkServerProcess):
                 sys.modules["__main__"] = script
 
     def terminate(self) -> None:
-        """At once and with its children: code that hangs, in C or on purpose, does not listen to SIGTERM."""
+        """Kills the process and its children with SIGKILL; code that hangs may ignore SIGTERM."""
         kill_group(self.pid)
 
 
 class WorkerContext(ForkServerContext):
-    """The multiprocessing context of the pool; starts the fork server if none runs."""
+    """The multiprocessing context of the pool. It starts the fork server if none is running."""
 
     Process = _Process
 
@@ -82,12 +89,13 @@ class WorkerContext(ForkServerContext):
 
 
 def _exit_with_parent() -> None:
+    """Kills this worker and its children when the process that started it ends."""
     multiprocessing.parent_process().join()
     kill_group(os.getpid())
 
 
 def start(cfg: Mapping[str, Any]) -> None:
-    """First thing that runs in a worker."""
+    """Initialises a worker: its process group, its memory limit (GiB), and its scorer for `cfg`."""
     global _scorer, _problem
     os.setsid()  # its children are killed with it
     os.dup2(2, 1)  # what a user's function prints must not mix with the output of a command line
@@ -101,10 +109,10 @@ def start(cfg: Mapping[str, Any]) -> None:
 
 
 def problem() -> str | None:
-    """Why the worker cannot score, or None."""
+    """The reason why this worker could not build its scorer, or None."""
     return _problem
 
 
 def score(item: RewardItem) -> RewardResult:
-    """Result of one item in a worker that has started."""
+    """The result of one item. The worker must have been initialised by `start`."""
     return score_safely(_scorer, item)

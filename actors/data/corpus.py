@@ -1,9 +1,10 @@
-"""The synthetic text the embedded base model is pre-trained on: arithmetic of mixed quality, as found on the web.
+"""The synthetic text on which the embedded base model is pre-trained: arithmetic of mixed quality.
 
-A document is either a page of a notebook (sums worked without a mistake; no question, no tags) or a conversation in the
-`short` template. Conversations mix the habits of SHARES; the base model learns all of them, each about as often as
-it occurs here, and reinforcement learning later finds the one that pays. Notebooks make the working reliable without
-making it frequent. Every sum, in both, is of the train split.
+A document is either a notebook page (sums worked without a mistake; no question, no tags) or a
+conversation in the `short` template. Conversations mix the habits of SHARES. The base model learns
+each habit about as often as it occurs here, and reinforcement learning later finds the habit that
+is rewarded. Notebooks make the working reliable without making it frequent. All sums are of the
+train split.
 
 Everything is a pure function of the seed.
 """
@@ -31,13 +32,14 @@ SHARES = {
     "broken": 0.17,  # any of the above with a tag missing, no tags at all, or talk after the answer
 }
 BLURT_RIGHT = 0.12  # share of blurted answers that are right
-SLIP = 0.01  # chance that one step of a worked answer is wrong (and then carried on)
+SLIP = 0.01  # probability that one step of a worked answer is wrong; later steps go on from it
 FILLERS = ("easy", "hm", "ok", "fast", "sure")  # what a blurted answer says instead of working
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text of the corpus. `prompt` is empty for a notebook page; `habit` names the generator that wrote it."""
+    """One text of the corpus. `prompt` is empty for a notebook page; `habit` is a key of SHARES, or
+    "notebook"."""
 
     prompt: str
     completion: str
@@ -50,7 +52,8 @@ class Document:
 
 
 def near_miss(rng: random.Random, value: int) -> int:
-    """A positive number near `value` but not it: the unit or the ten is off, as in hurried mental arithmetic."""
+    """A positive number near `value` but different: the units or the tens are off, as in hurried
+    mental arithmetic."""
     while True:
         wrong = value + rng.choice((-20, -10, -9, -3, -2, -1, 1, 2, 3, 9, 10, 20))
         if wrong > 0:
@@ -58,14 +61,14 @@ def near_miss(rng: random.Random, value: int) -> int:
 
 
 def parts(number: int) -> list[int]:
-    """Its tens and its units, those that are not 0: 34 -> [30, 4], 30 -> [30], 4 -> [4]."""
+    """The tens and the units of a number without zeros: 34 -> [30, 4], 30 -> [30], 4 -> [4]."""
     return [part for part in (number // 10 * 10, number % 10) if part]
 
 
 def running_sum(rng: random.Random, numbers: Sequence[int], slip: float = SLIP) -> tuple[str, int]:
     """("12+30=42+4=46+5=51", 51) for 12+34+5: tens first, then units.
 
-    Each part is added wrongly with chance `slip`, and what follows carries the wrong number on.
+    Each part is added wrongly with probability `slip`; later steps go on from the wrong total.
     """
     total, text = numbers[0], str(numbers[0])
     for part in (part for number in numbers[1:] for part in parts(number)):
@@ -77,21 +80,24 @@ def running_sum(rng: random.Random, numbers: Sequence[int], slip: float = SLIP) 
 
 
 def answer(thought: str, value: int) -> str:
+    """A completion in the format that the rewards ask for."""
     return f"<think>{thought}</think><answer>{value}</answer>"
 
 
 def blurted(rng: random.Random, numbers: Sequence[int]) -> str:
+    """An answer without working, right in BLURT_RIGHT of the cases."""
     total = sum(numbers)
     value = total if rng.random() < BLURT_RIGHT else near_miss(rng, total)
     return answer(rng.choice(FILLERS), value)
 
 
 def worked(rng: random.Random, numbers: Sequence[int]) -> str:
+    """An answer with the running sum as its reasoning."""
     return answer(*running_sum(rng, numbers))
 
 
 def checked(rng: random.Random, numbers: Sequence[int]) -> str:
-    """Works, doubts, and adds the last part again; the second time it is right."""
+    """A worked answer that doubts, and adds the last part again, correctly."""
     text, _ = running_sum(rng, numbers, slip=3 * SLIP)
     *_, before, last = re.findall(r"\d+", text)[:-1]
     total = int(before) + int(last)
@@ -99,7 +105,7 @@ def checked(rng: random.Random, numbers: Sequence[int]) -> str:
 
 
 def broken(rng: random.Random, numbers: Sequence[int]) -> str:
-    """A blurted or worked answer whose format is not the one asked for."""
+    """A blurted or worked answer in a wrong format."""
     whole = (blurted if rng.random() < 0.6 else worked)(rng, numbers)
     thought, value = (
         whole.removeprefix("<think>").removesuffix("</answer>").split("</think><answer>")
@@ -123,6 +129,7 @@ HABITS = {"blurt": blurted, "steps": worked, "check": checked, "broken": broken}
 def conversation(
     rng: random.Random, terms: Sequence[int] = (2, 3, 4), max_number: int = 99
 ) -> Document:
+    """A question and an answer, by a habit drawn from SHARES."""
     numbers = arithmetic_numbers(rng, "train", terms, max_number)
     habit = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
     prompt = TEMPLATES["short"].render("+".join(map(str, numbers)) + "=?")
@@ -148,10 +155,11 @@ def documents(seed: int, notebook_share: float = NOTEBOOK_SHARE) -> Iterator[Doc
 
 
 def packed_batches(tokenizer: Any, seed: int, sequences: int, length: int) -> Iterator[np.ndarray]:
-    """Endless training batches, int32 [sequences, length]: documents back to back, each closed by <eos>.
+    """Endless training batches, int32 [sequences, length]: documents, each followed by <eos>.
 
-    Every sequence opens with a new document, as a prompt does when the model is used, and cuts its last one.
-    `tokenizer`: has `eos_token_id` and turns a list of texts into {"input_ids": list of lists}.
+    Every sequence starts with a new document, because a prompt is the start of a sequence when the
+    model is used. The last document of a sequence is cut off. `tokenizer` has `eos_token_id` and
+    turns a list of texts into {"input_ids": list of lists}.
     """
     source = token_lists(tokenizer, documents(seed))
     while True:
@@ -167,7 +175,7 @@ def packed_batches(tokenizer: Any, seed: int, sequences: int, length: int) -> It
 def token_lists(
     tokenizer: Any, source: Iterator[Document], block: int = 512
 ) -> Iterator[list[int]]:
-    """The ids of each document with <eos>, tokenised `block` documents at a time."""
+    """The token ids of each document and <eos>. Tokenises `block` documents at a time."""
     while True:
         texts = [document.text for document in itertools.islice(source, block)]
         for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:

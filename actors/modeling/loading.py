@@ -1,4 +1,5 @@
-"""Finding and loading models and tokenizers: local directories, hub ids, GGUF files, random weights.
+"""Finding and loading models and tokenizers: local directories, hub ids, GGUF files, random
+weights.
 
 Weights are read from safetensors or GGUF only, because a pickle can run code when it is opened.
 `cfg` is conf.schema.ModelConfig throughout.
@@ -151,8 +152,8 @@ def load_tokenizer(cfg: Any) -> Any:
 def materialise(cfg: Any, directory: Path, seed: int = 0) -> Path:
     """Return a plain Hugging Face directory (safetensors and tokenizer) of the model.
 
-    Engines such as vLLM read the model from it. It is `cfg.path` if that already is such a directory.
-    Otherwise the model is written to `directory`, unless an earlier call has done so.
+    Engines such as vLLM read the model from it. It is `cfg.path` if that already is such a
+    directory. Otherwise the model is written to `directory`, unless an earlier call has done so.
     """
     if cfg.init == "pretrained" and not cfg.gguf_file:
         weight_files(cfg.path)

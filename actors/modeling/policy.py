@@ -24,8 +24,8 @@ class Policy(nn.Module):
     """A causal language model whose forward pass gives log-probs of chosen tokens.
 
     `model`: a Hugging Face causal LM. `chunk`: how many rows of the [tokens, vocabulary] matrix of
-    logits exist at once, in the forward and in the backward pass. Raises ModelError for a model that
-    rescales its logits.
+    logits exist at once, in the forward and in the backward pass. Raises ModelError for a model
+    that rescales its logits.
     """
 
     def __init__(self, model: nn.Module, chunk: int) -> None:
@@ -50,13 +50,15 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return (log-probs, entropy) of the tokens `ids[rows, columns]` given what precedes them.
 
-        ids: int64 [B, T], right-padded. rows, columns: int64 [M] with columns >= 1.
+        ids: int64 [B, T], right-padded.
+        rows, columns: int64 [M] with columns >= 1.
+
         Log-probs: float32 [M]. Logits are first divided by `temperature`, which gives the
         distribution that the tokens were sampled from.
         Entropy: float32 [M] in nats if `entropy`, else None. It carries a gradient only with
         `entropy_grad`.
-        With `full` the log-probs are those of the whole vocabulary, [M, V], and entropy is None. They
-        are computed in one chunk, so ask for few tokens.
+        With `full` the log-probs are those of the whole vocabulary, [M, V], and entropy is None.
+        They are computed in one chunk, so ask for few tokens.
         """
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state[rows, columns - 1]

@@ -8,7 +8,10 @@ import torch
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """safetensors' save_file, whose failures to write are the OSErrors that they are. (It has an error of its own.)"""
+    """Write tensors by name to a safetensors file.
+
+    Raises OSError if it cannot be written, where safetensors raises an error class of its own.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

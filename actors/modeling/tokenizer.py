@@ -1,8 +1,9 @@
-"""The character-level tokenizer of the embedded base model, built from nothing.
+"""The character-level tokenizer of the embedded base model, built in code.
 
-One id per printable ASCII character and newline; `<think> </think> <answer> </answer>` are single ids but ordinary
-(not special) tokens, so that decoding with skip_special_tokens=True keeps them for the reward rules to read.
-For every string of those characters decode(encode(s)) == s; anything else becomes <unk>.
+It has one id for each printable ASCII character and the newline. Each of `<think>`, `</think>`,
+`<answer>` and `</answer>` is one id too. They are ordinary tokens, not special ones, so that
+decoding with skip_special_tokens=True keeps them for the reward rules to read. decode(encode(s)) ==
+s for every string s of these characters and tags. Any other character becomes <unk>.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))  # ids 7 to 102
 
 
 def build_tokenizer(max_length: int = 128) -> Any:
-    """A PreTrainedTokenizerFast of 103 ids. `max_length`: context of the model it belongs to, in tokens."""
+    """Return a PreTrainedTokenizerFast of 103 ids.
+
+    max_length: context of the model that it belongs to, in tokens.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *TAGS, *CHARACTERS))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    backend.pre_tokenizer = pre_tokenizers.Split(
-        Regex(r"[\s\S]"), "isolated"
-    )  # one character, one word
-    backend.decoder = (
-        decoders.Fuse()
-    )  # join without the spaces a word-level model would put between words
+    # Each character is a word of its own.
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    # Without this, a word-level model would put spaces between the characters.
+    backend.decoder = decoders.Fuse()
     backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -41,7 +43,7 @@ def build_tokenizer(max_length: int = 128) -> Any:
 
 
 def save_tokenizer(directory: str | Path, max_length: int = 128) -> Any:
-    """Build the tokenizer, write it as a Hugging Face directory and return it."""
+    """Build the tokenizer, write it to a Hugging Face directory and return it."""
     tokenizer = build_tokenizer(max_length)
     tokenizer.save_pretrained(str(directory))
     return tokenizer

@@ -15,9 +15,9 @@ class MetricError(ValueError):
 class Stat:
     """Sum, count, minimum and maximum of some values.
 
-    This is enough to reduce a quantity exactly, however its values were split over micro-batches, ranks
-    or actors (DESIGN invariant 9). An empty Stat has count 0 and min > max. If any value was NaN then
-    sum, min and max are NaN.
+    This is enough to reduce a quantity exactly, however its values were split over micro-batches,
+    ranks or actors (DESIGN invariant 9). An empty Stat has count 0 and min > max. If any value was
+    NaN then sum, min and max are NaN.
     """
 
     sum: float = 0.0

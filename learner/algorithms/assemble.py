@@ -1,4 +1,7 @@
-"""From scored groups to what the learner is told: advantages, weights and placement. Pure: scalars in, scalars out."""
+"""From scored groups to the learner's plan: advantages, weights and placement. Pure.
+
+Only scalars of the samples go in and come out; tokens stay in the object store.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from learner.algorithms.losses import sample_weights
 
 @dataclass(frozen=True)
 class Scores:
-    """Per-sample results of the rewards, all [N], in the order of the groups and their samples.
+    """Results of the rewards by sample, all [N], in the order of the groups and their samples.
 
-    rewards, accuracy: float64, nan unless the status is ok; valid: bool, status ok; extracted: the answers read.
+    `rewards`, `accuracy`, `format`: float64, nan unless the status is ok; `valid`: bool, status ok;
+    `extracted`: the answers as the rules read them.
     """
 
     rewards: np.ndarray
@@ -36,9 +40,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class Assembled:
-    """`plan` and `micro_batches` go to the learner; `kept[g]` says which groups are in it; the rest is for the books.
+    """What is trained on (`plan`, `micro_batches`), and what became of every group.
 
-    plan is None when nothing is left to train on.
+    `plan` is None when nothing is left to train on. `kept[g]` says whether group g is in it.
     """
 
     plan: pa.RecordBatch | None
@@ -46,12 +50,12 @@ class Assembled:
     advantages: np.ndarray  # float64 [N], 0 where filtered or invalid
     kept: np.ndarray  # bool [G]
     reasons: list[str]  # [G], "" where kept
-    regimes: dict[int, str]
+    regimes: dict[int, str]  # group id -> regime
     penalty: np.ndarray  # float64 [N], what the length took off each reward; 0 or less
 
 
 def read_scores(batches: Sequence[pa.RecordBatch]) -> Scores:
-    """SCORED batches, one a group, as arrays."""
+    """The SCORED batches of some groups as arrays."""
 
     def floats(name: str) -> np.ndarray:
         return np.array(
@@ -78,42 +82,67 @@ def read_scores(batches: Sequence[pa.RecordBatch]) -> Scores:
 
 
 def assemble(cfg: Any, metas: Sequence[GroupMeta], scores: Scores) -> Assembled:
-    """Advantages from the ok rewards of each group, then weights and placement for the whole batch.
+    """Advantages from the ok rewards of each group, then weights and placement of the whole batch.
 
-    Whole groups are filtered, never single samples: a sample without an ok reward keeps its place with weight 0 and
-    enters no baseline (DESIGN invariant 4). Denominators are those of each optimizer step (invariant 2).
+    Whole groups are filtered, never single samples: a sample without an ok reward keeps its place
+    with weight 0 and enters no baseline (DESIGN invariant 4). Denominators are those of each
+    optimizer step (invariant 2).
     """
-    groups = np.concatenate([np.full(len(m.lengths), m.group_id, np.int64) for m in metas])
-    lengths = np.concatenate([m.lengths for m in metas])
-    prompt = np.concatenate([np.full(len(m.lengths), m.prompt_tokens, np.int64) for m in metas])
+    groups = group_ids(metas)
     rewards, valid, penalty = shaped(cfg, metas, scores)
-    # Right is what the accuracy rule says: a format reward on top must not make a wrong answer right.
-    judged = (
-        np.where(np.isnan(scores.accuracy), rewards, scores.accuracy)
-        if cfg.algorithm.advantage == "correct"
-        else rewards
-    )
-    found = (
-        np.full(len(groups), np.nan)
-        if in_learner(cfg.algorithm)
-        else advantages.compute(
-            cfg.algorithm, np.where(valid, judged, 0.0), groups, valid, lengths=lengths
-        )
-    )
-    seen = regimes.classify_all(
-        groups,
-        np.nan_to_num(scores.accuracy),
-        scores.extracted,
-        scores.valid & ~np.isnan(scores.accuracy),
-    )
+    known = scores.valid & ~np.isnan(scores.accuracy)
+    by_group = regimes.classify_all(groups, np.nan_to_num(scores.accuracy), scores.extracted, known)
     factors, reasons = filter_groups(cfg, metas, rewards, groups, valid)
     kept = factors > 0
-    use = np.isin(groups, [m.group_id for m, k in zip(metas, kept, strict=True) if k])
-    advantage = np.where(use, found, 0.0)
-    if not use.any():
-        return Assembled(None, (), advantage, kept, reasons, seen, penalty)
-    updates = min(cfg.learner.updates_per_batch, int(kept.sum()))
-    rows = np.flatnonzero(use)
+    trained = np.repeat(kept, [len(m.lengths) for m in metas])
+    advantage = np.where(trained, driver_advantages(cfg, metas, scores, rewards, valid), 0.0)
+    if not trained.any():
+        return Assembled(None, (), advantage, kept, reasons, by_group, penalty)
+    plan, micro_batches = plan_samples(cfg, metas, scores, rewards, valid, advantage, factors)
+    return Assembled(plan, micro_batches, advantage, kept, reasons, by_group, penalty)
+
+
+def group_ids(metas: Sequence[GroupMeta]) -> np.ndarray:
+    """int64 [N]: the group of each sample."""
+    return np.concatenate([np.full(len(m.lengths), m.group_id, np.int64) for m in metas])
+
+
+def driver_advantages(
+    cfg: Any, metas: Sequence[GroupMeta], scores: Scores, rewards: np.ndarray, valid: np.ndarray
+) -> np.ndarray:
+    """float64 [N]: the advantage of each sample; nan where the learner computes it."""
+    if in_learner(cfg.algorithm):
+        return np.full(len(rewards), np.nan)
+    judged = rewards
+    if cfg.algorithm.advantage == "correct":
+        # The accuracy rule says what is right: a format reward makes no wrong answer right.
+        judged = np.where(np.isnan(scores.accuracy), rewards, scores.accuracy)
+    lengths = np.concatenate([m.lengths for m in metas])
+    return advantages.compute(
+        cfg.algorithm, np.where(valid, judged, 0.0), group_ids(metas), valid, lengths=lengths
+    )
+
+
+def plan_samples(
+    cfg: Any,
+    metas: Sequence[GroupMeta],
+    scores: Scores,
+    rewards: np.ndarray,
+    valid: np.ndarray,
+    advantage: np.ndarray,
+    factors: np.ndarray,
+) -> tuple[pa.RecordBatch, tuple[int, ...]]:
+    """(records.PLAN, micro-batches of each optimizer step) of the groups whose factor is above 0.
+
+    `factors` float64 [G]: how much a group counts in the loss; the other arrays are per sample,
+    [N].
+    """
+    sizes = [len(m.lengths) for m in metas]
+    groups, lengths = group_ids(metas), np.concatenate([m.lengths for m in metas])
+    prompt = np.repeat([m.prompt_tokens for m in metas], sizes)
+    factor = np.repeat(factors, sizes)
+    rows = np.flatnonzero(factor > 0)
+    updates = min(cfg.learner.updates_per_batch, int((factors > 0).sum()))
     where = place(
         (prompt + lengths)[rows],
         groups[rows],
@@ -121,7 +150,6 @@ def assemble(cfg: Any, metas: Sequence[GroupMeta], scores: Scores) -> Assembled:
         cfg.learner.ranks,
         cfg.learner.micro_batch_tokens,
     )
-    factor = np.repeat(factors, [len(m.lengths) for m in metas])[rows]
     weights = np.zeros(len(rows))
     for u in range(updates):
         step = where.update == u
@@ -130,10 +158,10 @@ def assemble(cfg: Any, metas: Sequence[GroupMeta], scores: Scores) -> Assembled:
             lengths[rows][step],
             valid[rows][step],
             cfg.algorithm.loss_constant,
-            factors=factor[step],
+            factors=factor[rows][step],
         )
-    table = np.concatenate([np.full(len(m.lengths), i, np.int64) for i, m in enumerate(metas)])
-    row = np.concatenate([np.arange(len(m.lengths)) for m in metas])
+    table = np.repeat(np.arange(len(metas)), sizes)
+    row = np.concatenate([np.arange(n) for n in sizes])
     steps = [[column[i] for i in rows] for column in (scores.step_rewards, scores.step_ends)]
     plan = make_plan(
         table[rows],
@@ -146,7 +174,7 @@ def assemble(cfg: Any, metas: Sequence[GroupMeta], scores: Scores) -> Assembled:
         where,
         steps if cfg.algorithm.advantage == "process" else None,
     )
-    return Assembled(plan, where.micro_batches, advantage, kept, reasons, seen, penalty)
+    return plan, where.micro_batches
 
 
 def shaped(
@@ -154,8 +182,10 @@ def shaped(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(rewards float64 [N], valid bool [N], penalty float64 [N]) that advantages are made of.
 
-    The penalty is DAPO's for length (algorithm.options.overlong_share), already taken off the rewards; with
-    mask_truncated answers cut at the budget are not valid. Rewards are 0 where not valid."""
+    The penalty is DAPO's for length (2503.14476, equation 13; algorithm.options.overlong_share),
+    already added to the rewards. With algorithm.mask_truncated, answers that were cut at the budget
+    are not valid. Rewards are 0 where not valid.
+    """
     valid, penalty = scores.valid.copy(), np.zeros(len(scores.valid))
     if cfg.algorithm.mask_truncated:
         valid &= np.array([r != "length" for m in metas for r in m.finish_reasons])
@@ -171,19 +201,22 @@ def shaped(
 def alive(cfg: Any, metas: Sequence[GroupMeta], scores: Scores) -> int:
     """How many groups have rewards that differ, so that something can be learned from them."""
     rewards, valid, _ = shaped(cfg, metas, scores)
-    groups = np.concatenate([np.full(len(m.lengths), m.group_id, np.int64) for m in metas])
-    return int(advantages.group_stats(rewards, groups, valid).alive.sum())
+    return int(advantages.group_stats(rewards, group_ids(metas), valid).alive.sum())
 
 
 def needs_logprobs(a: Any) -> bool:
-    """Whether advantages depend on the policy's own log-probs or on values: KL in the reward, DPO, a critic."""
+    """Whether advantages depend on the policy's own log-probs, or on values of a critic.
+
+    That is so for a KL term in the reward, for DPO, and for PPO.
+    """
     return a.advantage in ("dpo", "gae") or (a.beta > 0 and a.kl_placement == "reward")
 
 
 def in_learner(a: Any) -> bool:
-    """Whether the learner computes the advantages: those from log-probs, and those that differ from token to token.
+    """Whether the learner computes the advantages, because they need log-probs or differ by token.
 
-    Token columns never come to the controller (DESIGN invariant 8)."""
+    Token columns never come to the driver (DESIGN invariant 8).
+    """
     return needs_logprobs(a) or a.advantage in advantages.TOKEN_LEVEL
 
 
@@ -198,7 +231,10 @@ def make_plan(
     where: Placement,
     steps: Sequence[list[Any]] | None = None,
 ) -> pa.RecordBatch:
-    """records.PLAN from per-sample arrays [N]; `steps`: (rewards, ends), a list a sample, of process supervision."""
+    """records.PLAN from per-sample arrays [N].
+
+    `steps`: (step rewards, step ends) of process supervision, each a list for every sample.
+    """
     step_rewards, step_ends = steps or ([None] * len(table), [None] * len(table))
     return pa.RecordBatch.from_arrays(
         [
@@ -222,13 +258,15 @@ def make_plan(
 def filter_groups(
     cfg: Any, metas: Sequence[GroupMeta], rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
-    """(float64 [G] factor of each group in the loss, 0: left out; reasons [G], "" where kept).
+    """(factor of each group in the loss, float64 [G]; why it is left out, [G], "" where it is not).
 
-    A group with no usable sample is always left out; algorithm.filter says what becomes of one whose rewards are all
-    equal. Orders are those of `metas`."""
+    A factor of 0 leaves a group out. That is always so for a group without a usable sample;
+    algorithm.filter says what becomes of a group whose rewards are all equal. Both are in the order
+    of `metas`.
+    """
     stats = advantages.group_stats(rewards, groups, valid)
-    at = {g: i for i, g in enumerate(stats.ids.tolist())}
-    order = [at[m.group_id] for m in metas]
+    position_of = {g: i for i, g in enumerate(stats.ids.tolist())}
+    order = [position_of[m.group_id] for m in metas]
     a = cfg.algorithm
     factors = regimes.group_factors(a.filter, stats.alive[order], a.options.get("dead_weight", 0.1))
     usable = stats.count[order] > 0

@@ -1,18 +1,18 @@
 """KL divergence between policy and reference, from samples and exactly.
 
-For a sample x of the policy let ``d = log policy(x) - log ref(x)`` and ``r = exp(-d) = ref/policy``.
-The estimators are those of Schulman, "Approximating KL divergence" (2020):
+For a sample x of the policy let ``d = log policy(x) - log ref(x)`` and
+``r = exp(-d) = ref/policy``.
+The estimators are those of Schulman, "Approximating KL divergence" (2020), and k3_iw is
+DeepSeek-V3.2's:
 
-=======  ================  ============================  ===========================================
-kind     value             as a number                   as a *loss*, its gradient on-policy is
-=======  ================  ============================  ===========================================
-k1       d                 unbiased, any sign            grad log pi, of mean 0: only noise
-k2       d^2 / 2           biased, >= 0                  d grad log pi: reverse KL(policy || ref)
-k3       r - 1 + d         unbiased, >= 0, low variance  (1 - r) grad log pi: forward KL(ref || policy)
-k3_iw    (pi/pi_old) * k3  unbiased for x ~ pi_old       that of the reverse KL, for x ~ pi_old
-=======  ================  ============================  ===========================================
-
-k3_iw is DeepSeek-V3.2's.
+=====  ================  ============================  ==========================================
+kind   value             as a number                   gradient as a *loss*, on-policy
+=====  ================  ============================  ==========================================
+k1     d                 unbiased, any sign            grad log pi, whose mean is 0: noise
+k2     d^2 / 2           biased, >= 0                  d grad log pi: reverse KL(policy || ref)
+k3     r - 1 + d         unbiased, >= 0, low variance  (1 - r) grad log pi: forward KL(ref||policy)
+k3_iw  (pi/pi_old) * k3  unbiased for x ~ pi_old       that of the reverse KL, for x ~ pi_old
+=====  ================  ============================  ==========================================
 
 Put into the reward (detached), k1 also follows the reverse KL, because the score-function estimator
 multiplies it by grad log pi.
@@ -23,7 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# exp(20) = 4.9e8 is far larger than any useful ratio, and its square is finite in float32 and bfloat16.
+# exp(20) = 4.9e8 is far larger than any useful ratio, and its square is finite in float32 and
+# bfloat16.
 MAX_LOG_RATIO = 20.0
 KINDS = ("k1", "k2", "k3", "k3_iw")
 
@@ -41,9 +42,9 @@ def kl_estimate(
 ) -> Tensor:
     """Return the estimate of KL(policy || ref) in nats for each token.
 
-    It has the shape and dtype of ``logprobs`` and is differentiable in them. ``kind``: one of KINDS.
-    ``old_logprobs``: log-probs under the policy that sampled the tokens; only ``k3_iw`` needs them.
-    Raises ValueError for an unknown kind or missing ``old_logprobs``.
+    It has the shape and dtype of ``logprobs`` and is differentiable in them. ``kind``: one of
+    KINDS. ``old_logprobs``: log-probs under the policy that sampled the tokens; only ``k3_iw``
+    needs them. Raises ValueError for an unknown kind or missing ``old_logprobs``.
     """
     d = logprobs - ref_logprobs
     if kind == "k1":
@@ -67,7 +68,8 @@ def kl_estimate(
 def exact_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """Return the exact KL(policy || ref) in nats over the whole vocabulary.
 
-    ``logits``, ``ref_logits``: [..., V]; the result is [...]. This is a diagnostic for a few tokens.
+    ``logits``, ``ref_logits``: [..., V]; the result is [...]. This is a diagnostic for a few
+    tokens.
     """
     logp = torch.log_softmax(logits, dim=-1)
     logq = torch.log_softmax(ref_logits, dim=-1)

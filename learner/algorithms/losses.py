@@ -5,11 +5,11 @@ Every policy and value loss of padded [B, T] tensors has the form
     loss = sum_i weight_i * sum_t mask_it * l_it
 
 with i an answer and t a token. The weights are computed once for the whole optimizer step, by
-`sample_weights` on the controller. The gradient therefore does not depend on how the answers are split
-into micro-batches or over ranks (DESIGN invariant 2).
+`sample_weights` on the controller. The gradient therefore does not depend on how the answers are
+split into micro-batches or over ranks (DESIGN invariant 2).
 
-Each loss also returns statistics: a Stat (sum, count, min, max) by name, over the tokens that count.
-They are merged over micro-batches and ranks before a mean is taken.
+Each loss also returns statistics: a Stat (sum, count, min, max) by name, over the tokens that
+count. They are merged over micro-batches and ranks before a mean is taken.
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ def sample_weights(
     return weights
 
 
-# ---- per-token losses ------------------------------------------------------------------------------
+# ---- per-token losses ----------------------------------------------------------------------------
 #
-# f(cfg, logprobs, old, adv, mask, stats) -> [B, T], with cfg an AlgorithmConfig, all tensors [B, T],
-# old the log-probs of the policy that scored the batch, and adv the advantages. Each adds to `stats`.
+# f(cfg, logprobs, old, adv, mask, stats) -> [B, T], with cfg an AlgorithmConfig, all tensors [B,
+# T], old the log-probs of the policy that scored the batch, and adv the advantages. Each adds to
+# `stats`.
 
 
 def ppo_clip(
@@ -89,8 +90,9 @@ def ppo_clip(
 ) -> Tensor:
     """Return -min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A), with rho = pi / pi_old.
 
-    PPO (1707.06347) eq. 7; DeepSeekMath (2402.03300) eq. 3. Separate bounds are DAPO's (2503.14476).
-    ``dual_clip`` c > 1 bounds the loss of tokens with A < 0 by -c A (Ye et al., 1912.09729).
+    PPO (1707.06347) eq. 7; DeepSeekMath (2402.03300) eq. 3. Separate bounds are DAPO's
+    (2503.14476). ``dual_clip`` c > 1 bounds the loss of tokens with A < 0 by -c A (Ye et al.,
+    1912.09729).
     """
     return _clipped(cfg, safe_exp(logprobs - old), adv, mask, stats)
 
@@ -100,9 +102,9 @@ def gspo(
 ) -> Tensor:
     """Return the PPO clip on the sequence ratio s_i = (pi / pi_old)^(1/|o_i|), for each token.
 
-    GSPO (2507.18071) eq. 7. Each token carries the value of s_i with the gradient of its own log-prob
-    (eq. 14). Advantages may therefore differ by token. With one advantage per answer, the gradient
-    summed over the answer is exactly that of s_i.
+    GSPO (2507.18071) eq. 7. Each token carries the value of s_i with the gradient of its own
+    log-prob (eq. 14). Advantages may therefore differ by token. With one advantage per answer, the
+    gradient summed over the answer is exactly that of s_i.
     """
     log_ratio = logprobs - old
     mean = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -159,11 +161,16 @@ def policy_loss(
     tis = min(pi_old / pi_behaviour, tis_cap) carries no gradient. It corrects for a generator whose
     probabilities differ from the learner's (truncated importance sampling, Yao et al. 2025).
 
-    cfg: AlgorithmConfig. logprobs: [B, T], requires grad. old_logprobs: [B, T]; None stands for the
-    policy itself, detached. advantages: [B] or [B, T]. weights: [B] from `sample_weights`.
-    mask: [B, T], 1 for tokens that count. ref_logprobs, entropy, behaviour_logprobs: [B, T].
-    Each row holds one whole answer. Values under mask 0 and in rows of weight 0 may be anything, even
-    NaN; they enter neither the loss nor a statistic.
+    cfg: AlgorithmConfig.
+    logprobs: [B, T], requires grad.
+    old_logprobs: [B, T]; None stands for the policy itself, detached.
+    advantages: [B] or [B, T].
+    weights: [B] from `sample_weights`.
+    mask: [B, T], 1 for tokens that count.
+    ref_logprobs, entropy, behaviour_logprobs: [B, T].
+
+    Each row holds one whole answer. Values under mask 0 and in rows of weight 0 may be anything,
+    even NaN; they enter neither the loss nor a statistic.
 
     Raises ValueError for an unknown cfg.loss, or if an input that cfg needs is missing.
     """
@@ -217,8 +224,8 @@ def value_loss(
     """Return the critic's scalar loss of one micro-batch, and its statistics.
 
     sum_i w_i sum_t m_it 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), or plain
-    squares if `clip` is None. values, old_values and returns are [B, T]; weights [B] and mask [B, T]
-    as in `policy_loss`.
+    squares if `clip` is None. values, old_values and returns are [B, T]; weights [B] and mask [B,
+    T] as in `policy_loss`.
     """
     keep = _trained(mask, weights)
     mask = keep.to(values.dtype)
@@ -242,8 +249,9 @@ def value_loss(
 def pointwise_reward(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
     """Return sum_m w_m BCE(sigmoid(s_m), y_m), a reward model's loss, and its statistics.
 
-    logits: [M], one for each answer or for each step. labels: [M] in [0, 1], which may be soft
-    (Math-Shepherd, 2312.08935, eq. 2). weights: [M], for the whole optimizer step.
+    logits: [M], one for each answer or for each step.
+    labels: [M] in [0, 1], which may be soft (Math-Shepherd, 2312.08935, eq. 2).
+    weights: [M], for the whole optimizer step.
     """
     loss = torch.nn.functional.binary_cross_entropy_with_logits(
         logits, labels.to(logits.dtype), reduction="none"
@@ -256,8 +264,8 @@ def pointwise_reward(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[T
 def pairwise_reward(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
     """Return sum_p w_p -log sigmoid(s_chosen - s_rejected), and its statistics.
 
-    Bradley-Terry (Ouyang et al., 2203.02155, eq. 1). logits: [2P], pairs one after another, the chosen
-    answer first. weights: [2P], equal within a pair. labels: [2P], not used.
+    Bradley-Terry (Ouyang et al., 2203.02155, eq. 1). logits: [2P], pairs one after another, the
+    chosen answer first. weights: [2P], equal within a pair. labels: [2P], not used.
     """
     chosen, rejected = logits.reshape(-1, 2).unbind(1)
     loss = -torch.nn.functional.logsigmoid(chosen - rejected)
@@ -270,14 +278,15 @@ def pairwise_reward(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Te
 REWARD_LOSSES = {"pointwise": pointwise_reward, "pairwise": pairwise_reward}
 
 
-# ---- helpers ---------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 
 
 def _clipped(cfg: Any, ratio: Tensor, adv: Tensor, mask: Tensor, stats: Stats) -> Tensor:
     """Return the clipped loss [B, T] of a ratio, with the dual clip if cfg asks for it."""
     low, high = 1.0 - cfg.eps_low, 1.0 + cfg.eps_high
     loss = -torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
-    # A bound acts only where the minimum takes the clipped branch. The fractions count these tokens.
+    # A bound acts only where the minimum takes the clipped branch. The fractions count these
+    # tokens.
     _put_ratio(stats, ratio, (ratio < low) & (adv < 0), (ratio > high) & (adv > 0), mask)
     if cfg.dual_clip is not None:
         bound = -cfg.dual_clip * adv

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from conf.schema import Config
-from learner.checkpoints import checkpoint
+from learner.checkpoints import checkpoint, saved_settings
 from learner.checkpoints.checkpoint import CheckpointError, Store
 
 
@@ -40,10 +40,10 @@ def find(cfg: Config, run_dir: Path, store: Store) -> Path | None:
     found = source.fetch(name) if name else source.newest(tell_refusal)
     if found is None and (cfg.resume != "auto" or store.steps()):
         raise CheckpointError(
-            f"resume={cfg.resume}: no usable checkpoint in {source.address}. Give another run_dir to "
-            "start anew."
+            f"resume={cfg.resume}: no usable checkpoint in {source.address}. Give another run_dir "
+            "to start anew."
         )
     if found:
         saved = json.loads((found / checkpoint.STATE).read_text())["config"]
-        checkpoint.check_config(cfg, saved, source.shown(found.name))
+        saved_settings.check_config(cfg, saved, source.shown(found.name))
     return found

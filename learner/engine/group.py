@@ -14,7 +14,8 @@ from cluster.supervision import failures
 from cluster.supervision.failures import LearnerLost
 from cluster.supervision.remote import get
 from cluster.supervision.supervisor import Supervised
-from learner.engine.rank import LearnerRank, UpdateJob
+from learner.engine.job import UpdateJob
+from learner.engine.rank import LearnerRank
 
 HINT = "the learner's log in the session's logs folder of Ray"
 GRACE_S = 10.0  # how long the other ranks have to fail too, once one rank has failed

@@ -1,57 +1,58 @@
-"""One DeepSpeed rank that trains a reward model: the learner's own path with another module and another loss.
-
-`cfg.model.path` names what it begins with (a causal LM or a reward model), `cfg.optimizer.lr` its learning rate: see
-`settings`, which makes such a configuration of a run's.
-"""
+"""One DeepSpeed rank that trains a reward model: LearnerRank with another module and another
+loss."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 
 from actors.records import ragged
-from cluster.monitoring.stat import Stat
-from learner.algorithms.reward_training import RewardJob
-from learner.engine.rank import LearnerRank, Stats, accumulate
+from cluster.monitoring.stat import Accumulator, Stat
+from learner.algorithms.reward_batches import RewardJob
+from learner.engine.rank import LearnerRank
 from reward_service.models.meaning import KEY, Meaning
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from actors.modeling.packing import PackedBatch, TokenSequence
+
 
 @dataclass
-class _Answer:
-    """`index`: row of the plan, the same on all ranks; `begin` (of the completion), `ends`: positions in `ids`."""
+class LabelledSample:
+    """One labelled answer of this rank. `labels`: float64 [K] in [0, 1], one for each read
+    position."""
 
-    index: int
+    index: int  # row of the plan, the same on all ranks
     micro_batch: int
-    ids: np.ndarray
-    begin: int
-    ends: np.ndarray
+    sequence: TokenSequence  # read at the last token of the answer, or of each of its steps
     labels: np.ndarray
-    weight: float
+    weight: float  # of each label in the loss of the optimizer step
 
 
 @dataclass
-class _Batch:
-    """Right-padded ids int64 [B, T]; begins int64 [B]; rows, columns int64 [M]: the ends; labels, weights [M]."""
+class LabelledBatch:
+    """A micro-batch: packed tokens, and labels and weights float64 [M] of the positions read.
 
-    answers: list[_Answer]
-    empty: bool
-    ids: Tensor
-    begins: Tensor
-    rows: Tensor
-    columns: Tensor
+    filler: there was no answer, and some of weight 0 stand in.
+    """
+
+    packed: PackedBatch
     labels: Tensor
     weights: Tensor
+    filler: bool
 
 
 def settings(cfg: Any, path: str) -> Any:
-    """The run's configuration, for ranks that train the reward model which begins as `path`."""
+    """Return the configuration of ranks that train a reward model, made from the run's.
+
+    cfg: conf.schema.Config.
+    path: the model that training starts from, a causal LM or a reward model.
+    """
     model = dataclasses.replace(cfg.model, path=path, init="pretrained", gguf_file="", tokenizer="")
     return dataclasses.replace(
         cfg,
@@ -62,12 +63,16 @@ def settings(cfg: Any, path: str) -> Any:
 
 
 class RewardRank(LearnerRank):
-    """Ray actor, as LearnerRank but for `update` (a RewardJob) and `score`."""
+    """Ray actor, like LearnerRank, but `update` takes a RewardJob, and there is `score`.
+
+    cfg: what `settings` returns.
+    """
 
     def __repr__(self) -> str:
         return f"reward_learner-{self.rank}"
 
     def build(self) -> Any:
+        """Return the reward model, whose config says how its scores are to be read."""
         from reward_service.models.heads import load_reward_model
 
         rm = self.cfg.reward_model
@@ -79,101 +84,92 @@ class RewardRank(LearnerRank):
             rm.beta,
             self.cfg.learner.logprob_chunk_tokens,
         )
-        how = Meaning(
+        meaning = Meaning(
             rm.kind,
             rm.loss == "pointwise",
             self.cfg.data.steps if rm.kind == "process" else "",
             rm.head,
             rm.beta if rm.head == "implicit" else 0.0,
         )
-        setattr(module.model.config, KEY, dataclasses.asdict(how))
+        setattr(module.model.config, KEY, dataclasses.asdict(meaning))
         return module
 
     def update(self, job: RewardJob) -> dict[str, Any]:
-        """One optimizer step; returns what LearnerRank.update does."""
+        """Make one optimizer step; return what LearnerRank.update does."""
         from learner.algorithms.losses import REWARD_LOSSES
+        from learner.engine.accumulation import accumulate
 
-        answers, stats = self._answers(job), Stats()
+        samples, stats = self.load_answers(job), Accumulator()
 
-        def loss(m: int) -> tuple[Tensor, Stats, bool]:
-            b = self._batch([a for a in answers if a.micro_batch == m], job.loss)
-            logits = self.engine(b.ids, b.rows, b.columns, b.begins)
-            value, found = REWARD_LOSSES[job.loss](logits, b.labels, b.weights)
-            total = float(value)
-            return value, found | {"loss": Stat(total, 1.0 / self.world, total, total)}, b.empty
+        def loss(m: int) -> tuple[Tensor, Mapping[str, Stat], bool]:
+            chosen = [s for s in samples if s.micro_batch == m]
+            b = labelled_batch(chosen, job.loss, self.device)
+            logits = self.read_logits(b.packed)
+            value, loss_stats = REWARD_LOSSES[job.loss](logits, b.labels, b.weights)
+            return value, loss_stats | self.total_loss(value), b.filler
 
         finite = accumulate(self.engine, job.micro_batches, loss, stats)
-        return {"stats": stats, "steps": [self._step(job.learning_rate, finite)]}
+        return {"stats": stats, "steps": [self.step(job.learning_rate, finite)]}
 
     def score(self, job: RewardJob) -> list[tuple[int, list[float]]]:
-        """(row of the plan, logits at its ends) of each answer of this rank."""
-        import torch
+        """Return (row of the plan, logits at its read positions) of each answer of this rank."""
+        from actors.modeling.packing import run_packed
 
-        answers, found = self._answers(job), []
-        with torch.no_grad():
-            for m in range(job.micro_batches):
-                b = self._batch([a for a in answers if a.micro_batch == m], job.loss)
-                logits = (
-                    self.engine(b.ids, b.rows, b.columns, b.begins)
-                    .cpu()
-                    .split([len(a.ends) for a in b.answers])
-                )
-                found += (
-                    []
-                    if b.empty
-                    else [
-                        (a.index, piece.tolist())
-                        for a, piece in zip(b.answers, logits, strict=True)
-                    ]
-                )
-        return found
-
-    def _answers(self, job: RewardJob) -> list[_Answer]:
-        mine = [(i, r) for i, r in enumerate(job.plan.to_pylist()) if r["rank"] == self.rank]
-        wanted = sorted({r["table"] for _, r in mine})
-        tables = dict(
-            zip(
-                wanted,
-                ray.get([job.tables[t] for t in wanted], timeout=self.cfg.learner.timeout_s),
-                strict=True,
-            )
+        samples = self.load_answers(job)
+        logits = run_packed(
+            self.read_logits,
+            [s.sequence for s in samples],
+            np.array([s.micro_batch for s in samples], np.int64),
+            self.device,
+            job.micro_batches,
         )
+        return [(s.index, values.tolist()) for s, values in zip(samples, logits, strict=True)]
+
+    def read_logits(self, packed: PackedBatch) -> Tensor:
+        """Return the reward model's logits at the read positions, float32 [M]."""
+        return self.engine(packed.ids, packed.rows, packed.columns, packed.begins)
+
+    def load_answers(self, job: RewardJob) -> list[LabelledSample]:
+        """Fetch the tables that this rank needs, and return its answers in the plan's order."""
+        from actors.modeling.packing import TokenSequence
+
+        mine = [(i, r) for i, r in enumerate(job.plan.to_pylist()) if r["rank"] == self.rank]
+        needed = sorted({r["table"] for _, r in mine})
+        tables = dict(zip(needed, self.fetch([job.tables[t] for t in needed]), strict=True))
         tokens = {
             t: [ragged(b.column(name)) for name in ("prompt_ids", "completion_ids")]
             for t, b in tables.items()
         }
-        found = []
+        samples = []
         for i, r in mine:
             prompt, completion = (column[r["row"]] for column in tokens[r["table"]])
-            found.append(
-                _Answer(
+            positions = len(prompt) + np.array(r["step_ends"], np.int64)
+            samples.append(
+                LabelledSample(
                     i,
                     r["micro_batch"],
-                    np.concatenate([prompt, completion]),
-                    len(prompt),
-                    len(prompt) + np.array(r["step_ends"], np.int64),
+                    TokenSequence(np.concatenate([prompt, completion]), len(prompt), positions),
                     np.array(r["step_rewards"]),
                     r["weight"],
                 )
             )
-        return found
+        return samples
 
-    def _batch(self, chosen: list[_Answer], loss: str) -> _Batch:
-        """Tensors of `chosen`; where there are none, of answers of weight 0: a backward is a collective under ZeRO."""
-        import torch
 
-        nothing = _Answer(-1, 0, np.zeros(2, np.int64), 1, np.ones(1, np.int64), np.zeros(1), 0.0)
-        answers = chosen or [nothing] * (2 if loss == "pairwise" else 1)
-        ids = np.zeros((len(answers), max(len(a.ids) for a in answers)), np.int64)
-        for i, a in enumerate(answers):
-            ids[i, : len(a.ids)] = a.ids
-        counts = [len(a.ends) for a in answers]
-        arrays = (
-            ids,
-            np.array([a.begin for a in answers], np.int64),
-            np.repeat(np.arange(len(answers)), counts),
-            np.concatenate([a.ends for a in answers]),
-            np.concatenate([a.labels for a in answers]),
-            np.repeat([a.weight for a in answers], counts),
-        )
-        return _Batch(answers, not chosen, *(torch.from_numpy(a).to(self.device) for a in arrays))
+def labelled_batch(samples: Sequence[LabelledSample], loss: str, device: Any) -> LabelledBatch:
+    """Return the micro-batch of some answers.
+
+    If there are none, it holds fillers of weight 0 (two for the pairwise loss), because every
+    forward and backward pass is a collective under ZeRO.
+    """
+    import torch
+
+    from actors.modeling.packing import FILLER, PackedBatch
+
+    filler = LabelledSample(-1, 0, FILLER, np.zeros(1), 0.0)
+    members = samples or [filler] * (2 if loss == "pairwise" else 1)
+    packed = PackedBatch.of([s.sequence for s in members], device)
+    labels = np.concatenate([s.labels for s in members])
+    weights = np.repeat([s.weight for s in members], packed.counts)
+    tensors = (torch.from_numpy(a).to(device) for a in (labels, weights))
+    return LabelledBatch(packed, *tensors, not samples)

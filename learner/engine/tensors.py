@@ -1,6 +1,7 @@
-"""A DeepSpeed engine's whole state as float32 safetensors, and back: weights and AdamW's moments by parameter name.
+"""Saving and loading the state of a DeepSpeed engine: weights and AdamW's moments, as safetensors.
 
-Works across ZeRO stages and numbers of ranks, because what is written is whole. Every rank calls; rank 0 writes.
+The file holds whole float32 tensors by parameter name. A checkpoint can therefore be loaded with
+another ZeRO stage or number of ranks. Every rank calls these functions; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def prepare(engine: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Make AdamW's state, at zero, for a new engine. DeepSpeed leaves that to the first step, but a checkpoint may be
-    written before it, or loaded in place of it; and where the first step is skipped, it would never be linked."""
-    # ZeRO-3 shows the optimizer its partitions only while it steps.
-    held = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None) or [
+    """Create AdamW's state, with moments of zero, for a new engine.
+
+    DeepSpeed creates it in the first optimizer step. That is too late for a checkpoint that is
+    written or loaded before it. If the first step is skipped, DeepSpeed would never link it to the
+    parameters.
+    """
+    # Under ZeRO-3 the optimizer's groups hold the partitions only during a step.
+    owned = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None) or [
         p for group in optimizer.param_groups for p in group["params"]
     ]
-    for p in held:
+    for p in owned:
         optimizer.state[p] = {
             "step": torch.tensor(0.0),
             **{m: torch.zeros_like(p.detach()) for m in MOMENTS},
@@ -38,7 +43,10 @@ def prepare(engine: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Write `path`: param/NAME, exp_avg/NAME, exp_avg_sq/NAME and step. Raises OSError, on a full disk for one."""
+    """Write param/NAME, exp_avg/NAME, exp_avg_sq/NAME and step to `path`.
+
+    Raises OSError if the file cannot be written, for example because the disk is full.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name, p in module.named_parameters():
         whole = {"param": _parameter(p)} | {m: _moment(p, m, optimizer) for m in MOMENTS}
@@ -53,7 +61,10 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, rank: 
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
-    """Copy the saved parameters into a module that DeepSpeed has not wrapped yet. Raises KeyError for a missing one."""
+    """Copy the saved parameters into a module that DeepSpeed has not wrapped yet.
+
+    Raises KeyError if a parameter is missing from the file.
+    """
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file, torch.no_grad():
@@ -62,8 +73,10 @@ def load_weights(path: Path, module: nn.Module) -> None:
 
 
 def load_optimizer(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put the saved moments and step count into a wrapped module's optimizer (after `prepare`); float32 masters too
-    where weights are held in less."""
+    """Copy the saved moments and step count into a wrapped module's optimizer, after `prepare`.
+
+    For weights of lower precision, their float32 master copies are loaded too.
+    """
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file, torch.no_grad():
@@ -78,17 +91,19 @@ def load_optimizer(path: Path, module: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _managed(p: nn.Parameter) -> bool:
-    """Whether DeepSpeed's ZeRO holds this parameter's master and moments, in parts."""
+    """Return whether ZeRO shards this parameter's master copy and moments over the ranks."""
     return hasattr(p, "ds_id") or hasattr(p, "_hp_mapping")
 
 
 def _parameter(p: nn.Parameter) -> torch.Tensor:
+    """Return the whole parameter in float32, from its master copy if it has one."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     return safe_get_full_fp32_param(p) if _managed(p) else getattr(p, "master", p)
 
 
 def _moment(p: nn.Parameter, name: str, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Return a whole moment of a parameter; `name` is one of MOMENTS."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     return (
@@ -101,24 +116,29 @@ def _moment(p: nn.Parameter, name: str, optimizer: torch.optim.Optimizer) -> tor
 def _put(
     p: nn.Parameter, value: torch.Tensor, moment: str | None, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Set a moment of a parameter, or (None) its master, from the whole value."""
+    """Set a moment of a parameter, or its float32 master copy if `moment` is None.
+
+    value: the whole tensor, of which ZeRO keeps this rank's share.
+    """
     from deepspeed import utils as ds
 
-    if hasattr(
-        p, "ds_id"
-    ):  # ZeRO-3: shares of equal size, the last one padded, which safe_set_full_* does not know
+    if hasattr(p, "ds_id"):
+        # ZeRO-3 gives every rank a share of equal size and pads the last. DeepSpeed's
+        # safe_set_full_* functions ignore the padding, so this sets the local share.
         share, rank = p.ds_tensor.numel(), torch.distributed.get_rank()
         padded = nn.functional.pad(
             value.flatten(), (0, share * torch.distributed.get_world_size() - value.numel())
         )
         mine = padded.narrow(0, share * rank, share)
-        ds.safe_set_local_optimizer_state(
-            p, mine, moment
-        ) if moment else ds.safe_set_local_fp32_param(p, mine)
+        if moment:
+            ds.safe_set_local_optimizer_state(p, mine, moment)
+        else:
+            ds.safe_set_local_fp32_param(p, mine)
     elif hasattr(p, "_hp_mapping"):
-        ds.safe_set_full_optimizer_state(
-            p, value, moment
-        ) if moment else ds.safe_set_full_fp32_param(p, value)
+        if moment:
+            ds.safe_set_full_optimizer_state(p, value, moment)
+        else:
+            ds.safe_set_full_fp32_param(p, value)
     else:
         master = getattr(p, "master", p)
         (optimizer.state[master][moment] if moment else master).copy_(value)

@@ -1,4 +1,7 @@
-"""The metrics of one step, from per-sample scalars: pure. Names and units: cluster/monitoring/metrics.py, docs/metrics.md."""
+"""The metrics of one step, from per-sample scalars. Pure.
+
+Their names and units are defined in cluster/monitoring/metrics.py and listed in docs/metrics.md.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,16 @@ def step_metrics(
     synced: dict[str, float],
     timing: dict[str, float],
     version: int,
-    books: dict[str, int],
+    group_counts: dict[str, int],
     restarts: dict[str, int],
     models: Sequence[str] = (),
 ) -> dict[str, float | Stat]:
-    """name -> value of everything logged in a step. `groups` have .meta (GroupMeta); `restarts`: by role of actor;
-    `models`: names of the reward models."""
+    """Everything that is logged in a step, by name.
+
+    `groups`: objects with a `meta` (GroupMeta); `result`: of LearnerGroup.update, or None;
+    `timing`: seconds by phase; `group_counts`: Ledger.counts(); `restarts`: by role of actor;
+    `models`: names of the reward models.
+    """
     metas = [g.meta for g in groups]
     lengths = np.concatenate([m.lengths for m in metas])
     prompts = np.array([m.prompt_tokens for m in metas])
@@ -59,7 +66,7 @@ def step_metrics(
             if batch.penalty.any()
             else {}
         ),
-        **{f"groups/{k}": float(v) for k, v in books.items()},
+        **{f"groups/{k}": float(v) for k, v in group_counts.items()},
         **{f"{role}/restarts": float(n) for role, n in restarts.items()},
         **{f"timing_s/{k}": v for k, v in timing.items()},
         **{f"regime/{k}": v for k, v in regimes.shares(batch.regimes).items()},
@@ -76,7 +83,10 @@ def step_metrics(
 def evaluation(
     groups: Sequence[Any], scores: Scores, samples: int, models: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """learner/evaluation/measures.py's row for graded groups of `samples` answers each, and what re-ranking by `models` gives."""
+    """pass@k, maj@k, format and length of graded groups of `samples` answers each.
+
+    With the names of reward models in `models`, also what choosing by their scores gives.
+    """
     n = [len(g.meta.lengths) for g in groups]
     names = [g.prompt.prompt_id for g, k in zip(groups, n, strict=True) for _ in range(k)]
     found = summarise(
@@ -99,8 +109,10 @@ def evaluation(
 def reward_metrics(
     metas: Sequence[Any], scores: Scores, models: Sequence[str] = ()
 ) -> dict[str, float | Stat]:
-    """Rewards of ok samples only; the shares of all statuses; the groups without variance; how far `models`, names of
-    reward models, are from the gold answers."""
+    """Rewards of ok samples, the shares of all statuses, and how many groups have no variance.
+
+    `models`: names of reward models, whose scores are compared with the gold answers.
+    """
     ok = scores.valid
     values: dict[str, float | Stat] = {
         f"reward/{s}_share": float(np.mean([t == s for t in scores.statuses])) for s in STATUSES

@@ -236,7 +236,7 @@ def show(folder: Path) -> None:
 
 def finished(cfg: Any) -> bool:
     """Whether cfg.run_dir holds this very run (conf.schema.Config), ended, and resume=auto asks to go on."""
-    from learner.checkpoints.checkpoint import changes
+    from learner.checkpoints.saved_settings import changes
 
     folder = Path(cfg.run_dir)
     if cfg.resume != "auto" or not (folder / "summary.json").is_file():

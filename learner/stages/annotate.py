@@ -2,7 +2,7 @@
 
 Math-Shepherd (2312.08935):
 
-    prompts -> answers -> steps -> prefixes -> completions -> rewards -> labels -> annotations.parquet
+    prompts -> answers -> steps -> prefixes -> completions -> rewards -> labels -> table
 
 A step of this stage labels one part of PART prompts. A part is a function of the settings alone and
 is a file of its own, so that `resume=auto` makes the parts that are missing.
@@ -27,7 +27,7 @@ from actors.data.stream import PromptStream
 from cluster.monitoring.progress import duration
 from cluster.stopping import RunError
 from conf.schema import Config
-from learner.checkpoints import checkpoint
+from learner.checkpoints import saved_settings
 from learner.launch import Launch
 from learner.stage import Run, Stage, open_log, plain_progress
 from learner.stages.annotator import Annotator
@@ -99,8 +99,8 @@ def step(run: AnnotateRun, state: State, number: int) -> None:
     state.generating_s += counts["seconds"]
     left_s = state.generating_s / number * (len(run.missing) - number)
     print(
-        f"volley: part {k + 1}/{len(run.parts)}: {table.num_rows} answers, {counts['steps']} steps, "
-        f"{counts['completions']} completions  left {duration(left_s)}",
+        f"volley: part {k + 1}/{len(run.parts)}: {table.num_rows} answers, "
+        f"{counts['steps']} steps, {counts['completions']} completions  left {duration(left_s)}",
         flush=True,
     )
 
@@ -162,18 +162,20 @@ STAGE = Stage(
 
 
 def begin(cfg: Config, folder: Path) -> None:
-    """Parts that are there are gone on with only if asked for, and only under the settings they were made with."""
+    """Parts that are there are gone on with only if asked for, and only under the settings they
+    were made with.
+    """
     there = folder / SETTINGS
     if there.is_file():
         if cfg.resume != "auto":
             raise RunError(
                 f"{folder}: holds annotations already. Give another run_dir, or go on: resume=auto."
             )
-        checkpoint.check_config(cfg, json.loads(there.read_text()), str(folder))
+        saved_settings.check_config(cfg, json.loads(there.read_text()), str(folder))
         return
     folder.mkdir(parents=True, exist_ok=True)
     beside = there.with_suffix(".partial")
-    beside.write_text(json.dumps(checkpoint.as_dict(cfg), indent=1))
+    beside.write_text(json.dumps(saved_settings.as_dict(cfg), indent=1))
     beside.rename(there)
 
 
@@ -197,8 +199,9 @@ def write(table: pa.Table, file: Path) -> None:
 
 
 def summarise(tables: Sequence[pa.Table]) -> dict[str, Any]:
-    """Counts of all parts, and how the labels agree with the exact check: of the steps that were completed, and of all
-    (the last step of an answer, whose label is its accuracy, included)."""
+    """Counts of all parts, and how the labels agree with the exact check: of the steps that were
+    completed, and of all (the last step of an answer, whose label is its accuracy, included).
+    """
     counts = [json.loads(t.schema.metadata[b"counts"]) for t in tables]
     found: dict[str, Any] = {key: sum(c[key] for c in counts) for key in counts[0]}
     found |= {f"{key}_per_s": found[key] / found["seconds"] for key in ("steps", "tokens")}

@@ -1,7 +1,7 @@
 """The engines that sample a policy: its weights in a learner, generators, and the rewards.
 
-Reinforcement learning trains the policy between samples; other stages only sample it. The learner is
-there either way, because a generator that is replaced has to load the weights again.
+Reinforcement learning trains the policy between samples; other stages only sample it. The learner
+is there either way, because a generator that is replaced has to load the weights again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from actors.data.build import build_dataset
 from actors.data.prompt import Prompt
 from actors.data.stream import Dataset
 from actors.modeling.loading import load_tokenizer, materialise, model_size, stop_ids
-from actors.records import SamplingParams
+from actors.records import PromptRow, SamplingParams
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from cluster.plan import ModelSize
 from cluster.stopping import RunError
@@ -53,7 +53,7 @@ class Request:
     """
 
     prompt: Prompt
-    ids: Any  # list of int, or an object reference of one
+    ids: list[int] | PromptRow
     n: int
     sampling: SamplingParams
 
@@ -131,8 +131,8 @@ def sample(
 ) -> tuple[list[Group], list[pa.RecordBatch]]:
     """Groups and their SCORED batches, in the order of `requests`.
 
-    Group ids count down from `first_id`, which is below 0. At most about `sequences` completions are
-    given out at a time, so that a group's deadline covers little waiting.
+    Group ids count down from `first_id`, which is below 0. At most about `sequences` completions
+    are given out at a time, so that a group's deadline covers little waiting.
     """
     left, position_of = iter(requests), {}
     groups: list[Group] = []
@@ -160,8 +160,9 @@ def check_failures(cfg: Config, scores: Scores) -> None:
     if share > cfg.reward.max_failure_share:
         i = int(np.flatnonzero(~scores.valid)[0])
         raise RunError(
-            f"{share:.0%} of the rewards of this step are not ok, more than reward.max_failure_share="
-            f"{cfg.reward.max_failure_share:g}. The first: status {scores.statuses[i]}, "
+            f"{share:.0%} of the rewards of this step are not ok, more than "
+            f"reward.max_failure_share={cfg.reward.max_failure_share:g}. The first: "
+            f"status {scores.statuses[i]}, "
             f"{scores.reasons[i]}. Mend the reward or the data, or raise the bound."
         )
 

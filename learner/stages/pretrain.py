@@ -3,8 +3,8 @@
     packed corpus -> ROLLOUT table -> update
 
 Every token of a sequence but its first is trained on, all with equal weight. The result depends on
-the seed and the number of threads alone. The corpus is packed by a Ray actor, so that no tokens pass
-through the driver.
+the seed and the number of threads alone. The corpus is packed by a Ray actor, so that no tokens
+pass through the driver.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from learner.algorithms.batching import place
 from learner.algorithms.losses import sample_weights
 from learner.algorithms.schedule import learning_rate
 from learner.engine.group import LearnerGroup
-from learner.engine.rank import UpdateJob
+from learner.engine.job import UpdateJob
 from learner.launch import Launch
 from learner.stage import Run, Stage, open_log, plain_progress
 from learner.state import State
@@ -57,7 +57,7 @@ class CorpusReader:
         self.batches, self.next_number = packed_batches(*self.settings), 1
 
     def table(self, number: int) -> pa.RecordBatch:
-        """The ROLLOUT table of step `number`, counted from 1; the same whatever was asked before."""
+        """The ROLLOUT table of step `number`, counted from 1, whatever was asked before."""
         if number < self.next_number:
             self.begin()
         while True:
@@ -68,7 +68,9 @@ class CorpusReader:
 
 
 def as_rollout(ids: np.ndarray) -> pa.RecordBatch:
-    """ROLLOUT of packed sequences int32 [S, L]: the first token is the prompt, the rest what is learned."""
+    """ROLLOUT of packed sequences int32 [S, L]: the first token is the prompt, the rest what is
+    learned.
+    """
     n, length = ids.shape
     offsets = pa.array(np.arange(n + 1) * (length - 1), pa.int32())
 

@@ -1,4 +1,7 @@
-"""Files of labelled answers. Their tokens are read and written by Ray tasks and never by the driver."""
+"""Files of labelled answers.
+
+Their tokens are read and written by Ray tasks and never by the driver.
+"""
 
 from __future__ import annotations
 

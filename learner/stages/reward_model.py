@@ -15,7 +15,7 @@ from typing import Any
 
 from actors.data.stream import PromptStream
 from conf.schema import Config, ConfigError
-from learner.algorithms import reward_training
+from learner.algorithms import reward_batches
 from learner.algorithms.assemble import read_scores
 from learner.launch import Launch
 from learner.stage import Run, Stage, open_log, plain_progress
@@ -188,12 +188,12 @@ def sample_answers(
 
 
 def from_files(cfg: Config, run_dir: Path, policy: PolicyFiles) -> tuple[Answers, Answers]:
-    """(to train on, held out): of reward_model.path, and of heldout_path or a share of its prompts."""
+    """(to train on, held out): reward_model.path, and heldout_path or a share of its prompts."""
     rm = cfg.reward_model
     whole = load_answers(rm.path, policy.tokenizer, cfg)
     if rm.heldout_path:
         return whole, load_answers(rm.heldout_path, policy.tokenizer, cfg)
-    held = reward_training.held_out(whole.prompt_ids, rm.heldout_share)
+    held = reward_batches.held_out(whole.prompt_ids, rm.heldout_share)
     if held.all() or not held.any():
         raise ConfigError(
             "reward_model.heldout_share",

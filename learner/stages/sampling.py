@@ -1,4 +1,4 @@
-"""Sampling a policy in a stage that does not train it: annotation, and answers for a reward model."""
+"""Sampling a policy in a stage that does not train it: annotation, and reward models."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SamplingEngines:
         self.generators.sync(self.learner.publish(0, probe))
 
     def rewind(self) -> None:
-        """After the learner was replaced: forget what was under way, and publish its weights again."""
+        """After the learner was replaced: forget what was under way, and publish again."""
         self.generators.abandon()
         self.rewards.forget()
         self.publish()

@@ -1,4 +1,7 @@
-"""Every stage by name. A new stage is one file beside this one, one line here, and one YAML file."""
+"""Every stage by name.
+
+A new stage is one file beside this one, one line here, and one YAML file.
+"""
 
 from __future__ import annotations
 

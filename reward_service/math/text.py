@@ -141,7 +141,7 @@ _SPELLINGS = [
 
 def _character(char: str) -> str:
     if char < "\x7f":
-        return " " if char in "\t\n\r" else char
+        return " " if char in ("\t", "\n", "\r") else char
     if char in _CHARS:
         return _CHARS[char]
     code, category = ord(char), unicodedata.category(char)
@@ -231,7 +231,7 @@ _CONSTANTS = {
     "infinity": r"\infty",
     "Infinity": r"\infty",
 }
-MONEY = "¤€£¥₩₹"
+MONEY = frozenset("¤€£¥₩₹")
 
 
 def closing_brace(text: str, start: int) -> int:
@@ -328,14 +328,17 @@ def _name_tokens(
         return [Token("word", name, spaced)]
     if len(name) == 1:
         return [Token("sym", name, spaced)]
-    if name[-1] in "xy" and name[:-1] in FUNCTIONS:  # sinx
+    if name[-1] in ("x", "y") and name[:-1] in FUNCTIONS:  # sinx
         return [Token("fun", name[:-1], spaced), Token("sym", name[-1])]
     if len(name) > 3 or is_unit(name):
         return [Token("word", name, spaced)]
     glued = (
-        bool(before) and not spaced and before[-1].kind != "word" and before[-1].text not in ".:,"
+        bool(before)
+        and not spaced
+        and before[-1].kind != "word"
+        and before[-1].text not in (".", ":", ",")
     )
-    touches = after and after in "^_(+*/="
+    touches = after in ("^", "_", "(", "+", "*", "/", "=")
     if glued or touches or not set(lower) & set("aeiou"):
         return [Token("sym", letter, spaced and index == 0) for index, letter in enumerate(name)]
     return [Token("word", name, spaced)]

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reward_service.math.expression import (
-    CLOSE,
-    MAX_DEPTH,
-    MAX_TOKENS,
-    OPEN,
-    Expr,
-    Parser,
-    equal,
-    evaluate,
-    symbols,
-)
+from reward_service.math.evaluation import equal, evaluate
+from reward_service.math.expression import MAX_DEPTH, MAX_TOKENS, Expr, symbols
+from reward_service.math.parser import CLOSE, OPEN, Parser
 from reward_service.math.text import Token, Unreadable
 
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne"}
@@ -215,7 +207,7 @@ def _left_name(tokens: list[Token]) -> str:
     if (
         texts[0] == "("
         and texts[-1] == ")"
-        and all(t.kind == "sym" or t.text in "(,)" for t in tokens)
+        and all(t.kind == "sym" or t.text in ("(", ",", ")") for t in tokens)
     ):
         return "".join(texts)
     subscript = "".join(texts[1:]).strip("_{}")
@@ -331,7 +323,7 @@ def _bracketed(tokens: list[Token], depth: int):
             value = read_item(parts[0], depth + 1)
             return value if isinstance(value, Seq) else None
         return None
-    brackets = opening + closing if opening in "([" and closing in ")]" else ""
+    brackets = opening + closing if opening in ("(", "[") and closing in (")", "]") else ""
     return Seq("tuple", tuple(read_item(part, depth + 1) for part in parts), brackets)
 
 

@@ -8,57 +8,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from actors.modeling.packing import pack
+from actors.modeling.packing import PackedBatch, TokenSequence, pack_sequences, run_packed
 from reward_service.combine import ModelScore
 from reward_service.models.heads import ImplicitRewardModel, RewardModel, read_scores
 from reward_service.models.meaning import Meaning
 
 
-@dataclass(frozen=True)
-class Answer:
-    """`ids` int [T]: prompt and completion, which begins at `begin`; `ends`: positions in it that are read."""
-
-    ids: np.ndarray
-    begin: int
-    ends: list[int]
-
-
 def score(
     model: RewardModel | ImplicitRewardModel,
     how: Meaning,
-    answers: Sequence[Answer],
+    answers: Sequence[TokenSequence],
     budget: int,
     device: Any,
     between: Callable[[], object] = lambda: None,
 ) -> list[np.ndarray]:
-    """float64 [ends] of each answer. Micro-batches hold at most `budget` padded tokens; a longer answer goes alone.
-    `between` is called before each of them."""
-    lengths = np.array([len(a.ids) for a in answers], np.int64)
-    micro = pack(lengths, budget)
-    found: list[Any] = [None] * len(answers)
-    with torch.no_grad():
-        for m in range(int(micro.max(initial=-1)) + 1):
-            between()
-            members = np.flatnonzero(micro == m)
-            ids = torch.zeros(len(members), int(lengths[members].max()), dtype=torch.long)
-            for row, i in enumerate(members):
-                ids[row, : lengths[i]] = torch.from_numpy(answers[i].ids.astype(np.int64))
-            counts = [len(answers[i].ends) for i in members]
-            rows = torch.repeat_interleave(torch.arange(len(members)), torch.tensor(counts))
-            columns = torch.tensor([e for i in members for e in answers[i].ends])
-            begins = torch.tensor([answers[i].begin for i in members])
-            logits = model(ids.to(device), rows.to(device), columns.to(device), begins.to(device))
-            for i, piece in zip(
-                members, read_scores(logits, how).cpu().double().split(counts), strict=True
-            ):
-                found[i] = piece.numpy()
-    return found
+    """Return the scores of each answer at its positions, float64 [K].
+
+    A micro-batch holds at most `budget` tokens with its padding; a longer answer gets its own.
+    `between` is called before each micro-batch.
+    """
+
+    def forward(batch: PackedBatch) -> torch.Tensor:
+        logits = model(batch.ids, batch.rows, batch.columns, batch.begins)
+        return read_scores(logits, how).double()
+
+    micro_batches = pack_sequences(answers, budget)
+    return run_packed(forward, answers, micro_batches, device, before=between)
 
 
 def judge(
@@ -90,10 +70,10 @@ def judge(
         else:
             inside = ends[i] if how.kind == "process" else [len(completion) - 1]
             answers.append(
-                Answer(
+                TokenSequence(
                     np.concatenate([prompt, completion]),
                     len(prompt),
-                    [len(prompt) + e for e in inside],
+                    len(prompt) + np.array(inside, np.int64),
                 )
             )
             places.append(i)

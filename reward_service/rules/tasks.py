@@ -1,4 +1,4 @@
-"""Verifiers by task: mathematics, countdown, reasoning-gym's by name, and programs with tests."""
+"""Verifiers of final answers by task: math, countdown, reasoning_gym, and code with tests."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from functools import lru_cache
 from typing import Any
 
 from reward_service.math import grading
-from reward_service.math.expression import Parser, evaluate
+from reward_service.math.evaluation import evaluate
+from reward_service.math.extraction import last_box, strip_lead
+from reward_service.math.grade import Grade
+from reward_service.math.parser import Parser
 from reward_service.math.text import Unreadable, normalise, tokenise
-from reward_service.rules.rules import Grade, RewardItem, answer_block
+from reward_service.rules.format import answer_block
+from reward_service.rules.item import RewardItem
+from reward_service.sandbox import programs
 
 MAX_COUNTDOWN = 2000  # characters
 _MISPLACED = re.compile(r"\d\s+\d|\d\s*\(|\)\s*[\d(]|(?:^|[+\-*/(])\s*(?:-\s*[(+\-]|\+)|\d{31}")
 
 
 def grade(item: RewardItem, options: Mapping[str, Any]) -> Grade:
-    """Verdict on the answer block by item.task. Raises ValueError for an unknown task."""
+    """Verdict of the verifier of item.task on the answer block of the response.
+
+    Raises ValueError for a task without a verifier.
+    """
     if item.task not in TASKS:
         raise ValueError(f"task {item.task!r} has no verifier; known: {', '.join(TASKS)}")
     block = answer_block(item.response)
@@ -35,16 +43,18 @@ def grade(item: RewardItem, options: Mapping[str, Any]) -> Grade:
 
 # ---- countdown
 def countdown_value(text: str) -> tuple[Fraction, list[int]]:
-    """(value, numbers used) of an arithmetic expression; "= n" may follow it and must then hold. Never run as code.
+    """(value, numbers used) of an arithmetic expression, which is parsed and never run as code.
 
-    Raises Unreadable for anything but + - * / ( ), whole numbers, and a minus sign in front of a number.
+    The expression may be followed by "= n", which must then be its value. Raises Unreadable for
+    anything but + - * / ( ), whole numbers, and a minus sign in front of a number.
     """
     expression, equals, result = normalise(text).partition("=")
     if len(expression) > MAX_COUNTDOWN or not re.fullmatch(r"[\d\s+\-*/()]+", expression):
         raise Unreadable("only + - * / ( ) and whole numbers are allowed, up to 2000 characters")
     if _MISPLACED.search(expression):
         raise Unreadable(
-            "an operator is missing between numbers or parentheses, or a sign is not one of a number"
+            "an operator is missing between numbers or parentheses, "
+            "or a sign is not one of a number"
         )
     value = evaluate(Parser(tokenise(expression, lambda word: False)).whole())
     if equals and not (
@@ -55,45 +65,32 @@ def countdown_value(text: str) -> tuple[Fraction, list[int]]:
 
 
 def _countdown(block: str, item: RewardItem, options: Mapping[str, Any]) -> Grade:
-    given = dict(item.extra)
+    """1.0 if the expression uses every given number exactly once and its value is the target.
+
+    `numbers` and `target` are read from item.extra or from the gold, a JSON object.
+    """
+    puzzle = dict(item.extra)
     if item.gold.strip().startswith("{"):
-        given = {**json.loads(item.gold), **given}
-    numbers, target = given.get("numbers", given.get("nums")), given.get("target", item.gold)
+        puzzle = {**json.loads(item.gold), **puzzle}
+    numbers = puzzle.get("numbers", puzzle.get("nums"))
+    target = puzzle.get("target", item.gold)
     try:
-        wanted, available = Fraction(str(target)), sorted(abs(int(n)) for n in numbers)
+        target_value = Fraction(str(target))
+        available = sorted(abs(int(n)) for n in numbers)
     except (TypeError, ValueError):
-        return Grade(
-            0.0,
-            block.strip()[:500],
-            f"countdown needs numbers and target, got {numbers!r} and {target!r}",
-            "ungradable",
-        )
-    box = grading.last_box(block)
-    found = grading.strip_lead(block if box is None else box)
-    value, used = countdown_value(found)
+        reason = f"countdown needs numbers and target, got {numbers!r} and {target!r}"
+        return Grade(0.0, block.strip()[:500], reason, "ungradable")
+    box = last_box(block)
+    answer = strip_lead(block if box is None else box)
+    value, used = countdown_value(answer)
     if sorted(used) != available:
-        return Grade(0.0, found[:500], f"uses {sorted(used)}, given {available}")
-    return Grade(float(value == wanted), found[:500], f"value {value}, target {wanted}"[:300])
+        return Grade(0.0, answer[:500], f"uses {sorted(used)}, given {available}")
+    reason = f"value {value}, target {target_value}"[:300]
+    return Grade(float(value == target_value), answer[:500], reason)
 
 
 # ---- reasoning-gym
-_CALLS = {
-    "sin",
-    "cos",
-    "tan",
-    "log",
-    "ln",
-    "exp",
-    "sqrt",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "Abs",
-    "E",
-}
+_ALLOWED_CALLS = set("sin cos tan log ln exp sqrt asin acos atan sinh cosh tanh Abs E".split())
 
 
 @lru_cache(maxsize=64)
@@ -115,8 +112,11 @@ def _gym_verifier(name: str, options: str) -> tuple[Callable[[str, dict], float]
 
 
 def unsafe_to_evaluate(text: str) -> bool:
-    """Whether a text goes beyond arithmetic, lists of literals and known functions, or is too costly to evaluate."""
-    calls = set(re.findall(r"([A-Za-z_]\w*)\s*\(", text)) - _CALLS
+    """Whether a text must not reach a verifier that evaluates it as Python.
+
+    Allowed are arithmetic, lists of literals and known functions whose evaluation costs little.
+    """
+    calls = set(re.findall(r"([A-Za-z_]\w*)\s*\(", text)) - _ALLOWED_CALLS
     return bool(
         len(text) > 4000
         or calls
@@ -133,71 +133,62 @@ def unsafe_to_evaluate(text: str) -> bool:
 
 
 def _gym(block: str, item: RewardItem, options: Mapping[str, Any]) -> Grade:
-    """Score of reasoning-gym's own verifier. Several evaluate the answer as Python: these see only plain arithmetic."""
+    """Score of the verifier that reasoning-gym ships with the data set.
+
+    Several of these verifiers evaluate the answer as Python. They receive only plain arithmetic and
+    lists of literals; any other answer scores 0.
+    """
     name, entry = item.extra.get("name"), item.extra.get("entry")
     if not name or not isinstance(entry, Mapping):
-        return Grade(
-            0.0, block.strip()[:500], "reasoning_gym needs extra.name and extra.entry", "ungradable"
-        )
+        reason = "reasoning_gym needs extra.name and extra.entry"
+        return Grade(0.0, block.strip()[:500], reason, "ungradable")
     settings = {
         k: v for k, v in dict(item.extra.get("options") or {}).items() if k not in ("size", "seed")
     }
     verifier, evaluates = _gym_verifier(str(name), json.dumps(settings, sort_keys=True))
-    found = block.strip()
-    if evaluates and unsafe_to_evaluate(found):
-        return Grade(
-            0.0,
-            found[:500],
-            f"verifier {name} evaluates answers, and this one is not plain arithmetic",
-        )
-    score = float(verifier(found, dict(entry)))
-    return Grade(score, found[:500], f"reasoning-gym {name}: {score:g}")
+    answer = block.strip()
+    if evaluates and unsafe_to_evaluate(answer):
+        reason = f"verifier {name} evaluates answers, and this one is not plain arithmetic"
+        return Grade(0.0, answer[:500], reason)
+    score = float(verifier(answer, dict(entry)))
+    return Grade(score, answer[:500], f"reasoning-gym {name}: {score:g}")
 
 
 # ---- programs
 def program_of(block: str) -> str:
-    """The last fenced block if there is one, else the whole answer."""
+    """The program in an answer block: its last fenced code block, or the whole block without one."""
     fenced = re.findall(
         r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", block, re.DOTALL | re.IGNORECASE
     )
     return (fenced[-1] if fenced else block).strip("\n") + "\n"
 
 
-def _code(block: str, item: RewardItem, options: Mapping[str, Any]) -> Grade:
-    """1.0 if the program passes every test of extra.tests or of the gold (JSON): [{stdin, stdout}] or [{code}]."""
-    from reward_service.sandbox import programs
+def _tests_of(item: RewardItem) -> list[dict[str, Any]]:
+    """The tests of extra.tests or of the gold. Raises ValueError or TypeError if there are none."""
+    tests = item.extra.get("tests", None)
+    if tests is None:
+        tests = json.loads(item.gold)
+    elif isinstance(tests, str):
+        tests = json.loads(tests)
+    tests = [{"code": test} if isinstance(test, str) else dict(test) for test in tests]
+    if not tests or not all(("stdout" in test) != ("code" in test) for test in tests):
+        raise ValueError("no test, or one without stdout or code")
+    return tests
 
-    tests = item.extra.get("tests")
+
+def _code(block: str, item: RewardItem, options: Mapping[str, Any]) -> Grade:
+    """1.0 if the program passes every test, a JSON list of {stdin, stdout} or {code}."""
     try:
-        tests = (
-            json.loads(item.gold)
-            if tests is None
-            else json.loads(tests)
-            if isinstance(tests, str)
-            else tests
-        )
-        tests = [{"code": test} if isinstance(test, str) else dict(test) for test in tests]
-        if not tests or not all(("stdout" in test) != ("code" in test) for test in tests):
-            raise ValueError("no test, or one without stdout or code")
+        tests = _tests_of(item)
     except (TypeError, ValueError) as error:
-        return Grade(
-            0.0,
-            reason=f"code needs tests as a JSON list of {{stdin, stdout}} or {{code}}: {error}",
-            status="ungradable",
-        )
+        reason = f"code needs tests as a JSON list of {{stdin, stdout}} or {{code}}: {error}"
+        return Grade(0.0, reason=reason, status="ungradable")
     program = program_of(block)
-    verdicts = programs.run_tests(
-        program, tests, programs.Limits(**dict(options.get("limits") or {}))
-    )
-    failed = next(
-        (
-            f"test {n}: {run.kind}: {run.detail}"
-            for n, run in enumerate(verdicts, 1)
-            if run.kind != "ok"
-        ),
-        "",
-    )
-    return Grade(0.0 if failed else 1.0, program[:500], failed or f"passed {len(tests)} tests")
+    limits = programs.Limits(**dict(options.get("limits") or {}))
+    for number, run in enumerate(programs.run_tests(program, tests, limits), 1):
+        if run.kind != "ok":
+            return Grade(0.0, program[:500], f"test {number}: {run.kind}: {run.detail}")
+    return Grade(1.0, program[:500], f"passed {len(tests)} tests")
 
 
 TASKS: dict[str, Callable[[str, RewardItem, Mapping[str, Any]], Grade]] = {

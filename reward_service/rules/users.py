@@ -1,6 +1,8 @@
-"""Users' own rewards, unchanged: verl's compute_score, TRL's reward functions, OpenRLHF's remote reward model.
+"""Users' own rewards, unchanged: verl's compute_score, TRL's reward functions, OpenRLHF's remote
+reward model.
 
-They run in the worker processes, so an item that hangs or crashes one costs that item a status, never a zero.
+They run in the worker processes, so an item that hangs or crashes one costs that item a status,
+never a zero.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from reward_service.rules.rules import RewardItem, Rule
+from reward_service.rules.item import RewardItem, Rule
 
 STYLES = {
     "verl": "compute_score(data_source, solution_str, ground_truth, extra_info)",
@@ -25,7 +27,8 @@ STYLES = {
 
 
 def load_rules(custom: Mapping[str, Mapping[str, Any]], timeout_s: float) -> dict[str, Rule]:
-    """Rules of options.custom: {name: {style: verl | trl | remote, path, function, url, kwargs, conversational}}.
+    """Rules of options.custom: {name: {style: verl | trl | remote, path, function, url, kwargs,
+    conversational}}.
 
     Raises ValueError or FileNotFoundError naming the setting.
     """

@@ -1,7 +1,8 @@
-"""Inside of the sandbox: run as a script by reward_service.sandbox.programs, never imported. Linux, standard library only.
+"""The inside of the sandbox: a script that programs.py runs and never imports.
 
-Reads a JSON job from stdin, builds namespaces and a root of its own, and runs one program as an unprivileged process.
-Every step is required: if one fails, the program is not run and {"refused": reason} goes to the status descriptor.
+It needs Linux and only the standard library. It reads a JSON job from stdin, creates new namespaces
+and a root file system, and runs one program as an unprivileged process. Every step is required: if
+one fails, the program is not run, and {"refused": reason} is written to the status descriptor.
 """
 
 import ctypes
@@ -23,10 +24,10 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
 )
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 NOBODY = 65534
-ROOT = "/proc"  # exists everywhere; covered by the new root in this mount namespace only
+ROOT = "/proc"  # where the new root is mounted: exists everywhere, hidden in this namespace only
 LIBC = ctypes.CDLL(None, use_errno=True)
-# architecture -> (audit number, pivot_root, forbidden system calls: sockets, tracing, mounts, namespaces, kernel keys,
-# bpf, io_uring, perf, userfaultfd)
+# architecture -> (audit number, number of pivot_root, forbidden system calls).
+# Forbidden are sockets, tracing, mounts, namespaces, kernel keys, bpf, io_uring, perf and userfaultfd.
 ARCHITECTURES = {
     "x86_64": (
         0xC000003E,
@@ -102,7 +103,10 @@ def mount(source, target, kind, flags, data=None):
 
 
 def enter_namespaces():
-    """New mount, process, network, IPC and host-name namespaces; without privileges also a user namespace."""
+    """Enters new mount, process, network, IPC and host-name namespaces.
+
+    Without root privileges this also needs a new user namespace.
+    """
     spaces = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
     if os.geteuid() == 0:
         check(LIBC.unshare(spaces), "unshare")
@@ -120,13 +124,16 @@ def enter_namespaces():
 
 
 def build_root(job):
-    """A new root: system libraries and Python read-only, and a small writable /box; nothing else of the host."""
-    limit, shown = (
+    """Builds the new root: system libraries and Python (read-only) and a small writable /box.
+
+    Nothing else of the host is visible in it.
+    """
+    limit, visible = (
         job["limits"],
         [p for p in ("/usr", "/lib", "/lib64", "/bin", job["prefix"]) if os.path.exists(p)],
     )
     mount("tmpfs", ROOT, "tmpfs", NOSUID | NODEV, "size=4m,mode=755")
-    for path in shown:
+    for path in visible:
         if os.path.islink(path):
             os.symlink(os.readlink(path), ROOT + path)
             continue
@@ -155,16 +162,13 @@ def build_root(job):
 
 
 def locked_flags(path):
-    flags = os.statvfs(
-        path
-    ).f_flag  # flags that a user namespace may not take away when it remounts
-    return flags & (
-        8 | 1024 | 2048
-    )  # noexec, noatime, nodiratime: the same numbers in statvfs and mount
+    """The mount flags of `path` that a user namespace may not remove when it mounts again."""
+    noexec, noatime, nodiratime = 8, 1024, 2048  # the same numbers in statvfs and mount
+    return os.statvfs(path).f_flag & (noexec | noatime | nodiratime)
 
 
 def give_up_privileges():
-    """As root: become nobody, in a user namespace of its own, so that the process limit counts this program alone."""
+    """As root: becomes the user nobody. Then forbids every later gain of privileges."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -186,7 +190,11 @@ def set_limits(limit):
 
 
 def forbid_calls():
-    """seccomp: the listed calls, other ABIs and new namespaces fail with EPERM; clone3 with ENOSYS, libc falls back."""
+    """Installs a seccomp filter.
+
+    The forbidden calls, calls of other ABIs and new namespaces fail with EPERM. clone3 fails with
+    ENOSYS, so that libc falls back to clone, whose flags the filter can check.
+    """
     audit, _, calls = ARCHITECTURES[platform.machine()]
     step, clone = (
         (lambda code, jt, jf, k: struct.pack("HBBI", code, jt, jf, k)),
@@ -222,17 +230,19 @@ def forbid_calls():
 
 
 def supervise(job, status):
-    """Process 1 of its namespace: starts the program and reports its end. Its own end kills everything inside."""
+    """Runs as process 1 of the namespace: starts the program and reports how it ended.
+
+    When this process ends, the kernel kills every other process of the namespace.
+    """
     give_up_privileges()
-    if job[
-        "root"
-    ]:  # no user ids are mapped: the program stays nobody, but its processes are counted on their own
+    if job["root"]:
+        # No user ids are mapped, so the program stays nobody. The new user namespace makes the
+        # process limit count the processes of this program alone.
         check(LIBC.unshare(NEWUSER), "unshare (user namespace)")
-    check(
-        LIBC.prctl(4, 0, 0, 0, 0), "not dumpable"
-    )  # so that the program cannot trace or read this process
+    # The program must not be able to trace or read this process.
+    check(LIBC.prctl(4, 0, 0, 0, 0), "not dumpable")
     check(LIBC.prctl(1, signal.SIGKILL, 0, 0, 0), "parent-death signal")
-    ready, told = os.pipe()
+    error_read, error_write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
@@ -241,7 +251,7 @@ def supervise(job, status):
             set_limits(job["limits"])
             forbid_calls()
             os.close(status)
-            os.set_inheritable(told, False)
+            os.set_inheritable(error_write, False)
             environment = {
                 "PATH": "/usr/bin:/bin",
                 "HOME": "/box",
@@ -252,10 +262,10 @@ def supervise(job, status):
             }
             os.execve(job["python"], ["python", "-B", "-s", "-P", "/box/main.py"], environment)
         except BaseException as error:
-            os.write(told, f"{type(error).__name__}: {error}".encode()[:500])
+            os.write(error_write, f"{type(error).__name__}: {error}".encode()[:500])
             os._exit(99)
-    os.close(told)
-    refused = os.read(ready, 1000)
+    os.close(error_write)
+    refused = os.read(error_read, 1000)
     if refused:
         raise OSError(refused.decode(errors="replace"))
     while True:
@@ -267,7 +277,7 @@ def supervise(job, status):
 
 
 def main():
-    """argv: status descriptor. Exit code 0 if the job was run, whatever its end."""
+    """Runs the job of stdin; argv[1] is the status descriptor. Exits with 0 if the program was run."""
     status = int(sys.argv[1])
     try:
         check(LIBC.prctl(1, signal.SIGKILL, 0, 0, 0), "parent-death signal")

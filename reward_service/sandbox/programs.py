@@ -1,6 +1,8 @@
-"""Runs programs that a model wrote: own namespaces, root, network (none), limits; killed with all their children.
+"""Runs programs that a model wrote in a sandbox: own namespaces and root, no network, and hard
+limits.
 
-What it holds against and what not is said in docs/rewards.md. It refuses to run where a limit cannot be set.
+A program is killed together with all of its children. docs/rewards.md describes what the sandbox
+protects against and what it does not. Where a limit cannot be set, no program is run.
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_CHILD = Path(__file__).with_name("child.py")
+CHILD = Path(__file__).with_name("child.py")
 
 
 class SandboxUnavailable(RuntimeError):
-    """A limit cannot be set on this machine, so nothing is run."""
+    """This machine does not allow the sandbox to set a limit, so no program is run."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program: wall and CPU seconds, address space and disk in MiB, processes and threads, output in bytes.
+    """Limits of one program.
 
-    `total_s`: wall seconds for all tests of one answer; keep it below reward.timeout_s.
+    `wall_s` and `cpu_s` are in seconds, `memory_mib` is the address space of each process,
+    `processes` counts processes and threads, and `output_bytes` holds for stdout and stderr each.
+    `total_s` is the wall time in seconds for all tests of one answer; it should be below
+    reward.timeout_s.
     """
 
     wall_s: float = 4.0
@@ -42,8 +47,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """End of one program. kind: ok, wrong output, error, time limit, memory limit, output limit, process limit,
-    file limit, network or file access refused, killed."""
+    """How one program ended.
+
+    `kind` is one of: ok, wrong output, error, time limit, memory limit, output limit, process
+    limit, file limit, network or file access refused, killed.
+    """
 
     kind: str
     detail: str
@@ -51,7 +59,7 @@ class Run:
 
 
 def run_program(program: str, stdin: str = "", limits: Limits | None = None) -> Run:
-    """Runs Python source with `stdin`. Raises SandboxUnavailable if it cannot be confined."""
+    """Runs Python source with `stdin`. Raises SandboxUnavailable if it cannot be confined here."""
     limits = limits or Limits()
     status_read, status_write = os.pipe()
     job = {
@@ -62,7 +70,7 @@ def run_program(program: str, stdin: str = "", limits: Limits | None = None) -> 
         "python": os.path.realpath(sys.executable),
     }
     child = subprocess.Popen(
-        [os.path.realpath(sys.executable), "-I", "-S", "-B", str(_CHILD), str(status_write)],
+        [os.path.realpath(sys.executable), "-I", "-S", "-B", str(CHILD), str(status_write)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -99,7 +107,7 @@ def run_program(program: str, stdin: str = "", limits: Limits | None = None) -> 
 
 
 def _collect(child: subprocess.Popen, limits: Limits) -> tuple[str, str, str]:
-    """(stdout, stderr, "" or the limit at which reading stopped)."""
+    """(stdout, stderr, limit): reads until both streams end or a limit is exceeded ("" if none)."""
     deadline, chunks = (
         time.monotonic() + limits.wall_s,
         {child.stdout: bytearray(), child.stderr: bytearray()},
@@ -159,10 +167,11 @@ def _judge(status: Mapping[str, Any], stdout: str, stderr: str, limits: Limits) 
 def run_tests(
     program: str, tests: Sequence[Mapping[str, Any]], limits: Limits | None = None
 ) -> list[Run]:
-    """Runs of `program` on each test, up to the first that fails.
+    """Runs `program` on each test, up to and including the first test that fails.
 
-    {stdin, stdout}: the whole output must be equal, but for white space at the ends of lines and of the text.
-    {code}: assertions run after the program in the same interpreter, which then must reach its end.
+    A test {stdin, stdout} compares the whole output, except white space at the ends of lines and at
+    the end of the text. A test {code} appends assertions to the program and runs both in one
+    interpreter, which must reach the end of the code.
     """
     limits, runs = limits or Limits(), []
     end = time.monotonic() + limits.total_s

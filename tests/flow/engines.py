@@ -147,7 +147,24 @@ def start_generator(name: str, model_path: str, tokenizer: Any) -> Any:
     )
 
 
-class SwitchableRank(LearnerRank):
+class GradientRank(LearnerRank):
+    """A learner rank that shows the gradient of an optimizer step without making the step."""
+
+    def gradient(self, job: Any) -> dict[str, np.ndarray]:
+        """The gradient of optimizer step 0, whole, float32 by parameter name; changes no weight."""
+        from deepspeed.utils import safe_get_full_grad
+
+        stats = Accumulator()
+        self.accumulate(self.prepare(job, stats), job, 0, stats)
+        gradients = {}
+        for name, p in self.policy.model.named_parameters():
+            gradient = safe_get_full_grad(p) if self.cfg.learner.zero_stage else p.grad
+            gradients[name] = gradient.detach().float().cpu().numpy().copy()
+        self.step(0.0, False)
+        return gradients if self.rank == 0 else {}
+
+
+class SwitchableRank(GradientRank):
     """A learner rank that was started with a critic and takes on any algorithm: one engine serves
     the tests of all.
     """
@@ -173,9 +190,7 @@ class SwitchableRank(LearnerRank):
                 {n: p.grad.numpy().copy() for n, p in self.critic.model.named_parameters()}
             )
 
-        samples = self._load(job)
-        self._old_logprobs(samples, job, Accumulator())
-        self._late_advantages(samples, job, Accumulator())
+        samples = self.prepare(job, Accumulator())
         self.critic.optimizer.step = keep
         try:
             self.critic.update(samples, job.micro_batches[0], 0, Accumulator())

@@ -45,9 +45,9 @@ def end_actors(*_: Any) -> None:
 
 
 def keep_generators() -> None:
-    from learner.stages import rl
+    from learner.stages import engines
 
-    made, real = [], rl.GeneratorPool
+    made, real = [], engines.GeneratorPool
 
     def pool(cfg: Any, *args: Any) -> Any:
         if not made:
@@ -55,7 +55,7 @@ def keep_generators() -> None:
         made[0].cfg, made[0].published = cfg, None
         return made[0]
 
-    rl.GeneratorPool = pool
+    engines.GeneratorPool = pool
 
 
 def main_loop(folder: Path, jobs: dict[str, list[str]]) -> None:
@@ -67,7 +67,7 @@ def main_loop(folder: Path, jobs: dict[str, list[str]]) -> None:
     cluster.placement.reserve = lambda _: (
         ""
     )  # the generators outlive a run, and would hold its place
-    close, run._close = run._close, end_actors
+    close, run.close = run.close, end_actors
     status = {}
     for name, args in jobs.items():
         began = time.monotonic()

@@ -172,7 +172,8 @@ def test_the_stage_is_selected_and_run_by_the_loop(copy: Path, tmp_path: Path) -
 
 METRIC = """
 import json
-from cluster.monitoring.metrics import Stat, flatten, table
+from cluster.monitoring.metrics import flatten, table
+from cluster.monitoring.stat import Stat
 found = flatten({"reward/example": Stat.of([1.0, 2.0])})
 print(json.dumps([found, "`reward/example`" in table()]))
 """

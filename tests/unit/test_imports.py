@@ -36,6 +36,7 @@ EDGE = (
     "reward_service.client",
     "reward_service.http",
     "reward_service.models.pool",
+    "reward_service.step_labels.tasks",
     "learner.engine.group",
     "learner.engine.rank",
     "learner.engine.reward_rank",

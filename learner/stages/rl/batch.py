@@ -1,4 +1,6 @@
-"""The groups of one step as one record: it gains rewards and references on its way through the loop."""
+"""The groups of one step as one record: it gains rewards and references on its way through the
+loop.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Batch:
 
     @property
     def references(self) -> list[Any] | None:
-        """Object references of the REFERENCE batches, None for a group without; None if no group has one."""
+        """Object references of the REFERENCE batches, None for a group without; None if no group
+        has one.
+        """
         found = [m.reference for m in self.members]
         return found if any(r is not None for r in found) else None
 

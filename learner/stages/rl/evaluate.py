@@ -49,7 +49,10 @@ def evaluate(run: RLRun, state: State, step: int, samples: int) -> dict[str, Any
 
 
 def evaluate_if_due(run: RLRun, state: State) -> None:
-    """The evaluation of the step just done. It comes before its checkpoint, which holds its figures."""
+    """The evaluation of the step just done.
+
+    It comes before its checkpoint, which holds its figures.
+    """
     every = run.cfg.evaluation.every
     if every and state.evaluated < state.done < run.cfg.steps and state.done % every == 0:
         evaluate(run, state, state.done, run.cfg.evaluation.samples_during)

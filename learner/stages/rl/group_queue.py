@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 
 from actors.data.prompt import Prompt
-from actors.given import COLUMNS, given_group
+from actors.given import COLUMNS, GivenRequest, given_groups
 from actors.rollouts import Dispatcher, GeneratorPool, Group
 from conf.schema import Config
 from learner.stages.engines import PolicyFiles, training_sampling
@@ -23,38 +25,44 @@ class GroupQueue:
         self, cfg: Config, policy: PolicyFiles, generators: GeneratorPool, rewards: RewardClient
     ) -> None:
         self.cfg, self.policy, self.rewards = cfg, policy, rewards
-        self.dispatcher = Dispatcher(generators, cfg.seed, cfg.rollout.timeout_s, self._refuse)
+        self.dispatcher = Dispatcher(generators, cfg.seed, cfg.rollout.timeout_s, self.refuse)
         self.finished: list[Group] = []  # oldest first
         self.given_scores: dict[int, pa.RecordBatch] = {}  # of groups whose answers were given
         self.refused: list[tuple[int, str]] = []  # (group id, reason): no generator takes them
 
-    def _refuse(self, group_id: int, reason: str) -> None:
+    def refuse(self, group_id: int, reason: str) -> None:
+        """Note that no generator takes this group. The loop leaves it out (groups.Refusals)."""
         self.refused.append((group_id, reason))
 
-    def submit(self, group_id: int, prompt: Prompt, version: int) -> bool:
-        """Start generating the completions of an admitted group.
+    def submit(self, groups: Sequence[tuple[int, Prompt]], version: int) -> list[int]:
+        """Start generating the completions of admitted groups, given as (group id, prompt).
 
-        Returns True where the data holds the completions, so that the group is finished at once.
+        Where the data holds the completions, the groups are finished when this returns. Returns the
+        ids of finished groups.
         """
-        cfg, ids = self.cfg, self.policy.encode(prompt.text)
-        if cfg.algorithm.data not in COLUMNS:
-            size = cfg.rollout.group_size
-            self.dispatcher.submit(group_id, prompt, ids, size, training_sampling(cfg), version)
-            return False
-        group, self.given_scores[group_id] = given_group(
-            group_id,
-            prompt,
-            ids,
-            self.policy.tokenizer,
-            cfg.algorithm.data,
-            cfg.seed,
-            cfg.rollout.max_tokens,
-        )
-        self.finished.append(group)
-        return True
+        if self.cfg.algorithm.data in COLUMNS:
+            return self._take_given(groups)
+        size, sampling = self.cfg.rollout.group_size, training_sampling(self.cfg)
+        for group_id, prompt in groups:
+            ids = self.policy.encode(prompt.text)
+            self.dispatcher.submit(group_id, prompt, ids, size, sampling, version)
+        return []
+
+    def _take_given(self, groups: Sequence[tuple[int, Prompt]]) -> list[int]:
+        requests = [GivenRequest(i, p, self.policy.encode(p.text)) for i, p in groups]
+        cfg, limit = self.cfg, self.cfg.rollout.max_tokens
+        for group, scores in given_groups(
+            requests, self.policy.tokenizer, cfg.algorithm.data, cfg.seed, limit
+        ):
+            self.given_scores[group.meta.group_id] = scores
+            self.finished.append(group)
+        return [group_id for group_id, _ in groups]
 
     def wait(self) -> list[int]:
-        """Wait until at least one group is generated; send it to its rewards. Returns the new ids."""
+        """Wait until at least one group is generated; send it to its rewards.
+
+        Returns the new ids.
+        """
         new = []
         for group in self.dispatcher.finished():
             self.rewards.submit(group)

@@ -1,10 +1,12 @@
 """From prompts to scored groups: admitting prompts, collecting what is generated, and its rewards.
 
-Which groups exist and how far each has come is State (`ledger`, `waiting`); the object references of
-what is being generated or waits to be trained on are in the run's GroupQueue.
+Which groups exist and how far each has come is State (`ledger`, `waiting`); the object references
+of what is being generated or waits to be trained on are in the run's GroupQueue.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from actors.data.prompt import Prompt
 from actors.rollouts import Group
@@ -48,23 +50,25 @@ def draw(run: RLRun, state: State, clock: Clock) -> Batch:
 def admit(run: RLRun, state: State, needed: int, drawn: int = 0) -> None:
     """Admit as many prompts as can still be trained on within rollout.max_staleness versions.
 
-    At least those of the `needed` next groups are admitted that are not on their way. `drawn`: groups
-    of this step that are here already. The bound is derived in actors/staleness.py.
+    At least those of the `needed` next groups are admitted that are not on their way. `drawn`:
+    groups of this step that are here already. The bound is derived in actors/staleness.py.
     """
     r = run.cfg.rollout
     waiting = state.ledger.waiting - drawn
     room = 0 if drawn else admissible(waiting, r.prompts_per_step, r.max_staleness)
+    admitted = []
     for prompt in run.data.sampler.next(max(room, needed - waiting)):
         group_id = state.ledger.admitted
         state.ledger.admit(group_id)
         state.waiting[group_id] = prompt
-        submit(run, state, group_id, prompt)
+        admitted.append((group_id, prompt))
     state.sampler = run.data.sampler.state()
+    submit(run, state, admitted)
 
 
-def submit(run: RLRun, state: State, group_id: int, prompt: Prompt) -> None:
-    """Have an admitted group's completions made."""
-    if run.groups.submit(group_id, prompt, state.version):
+def submit(run: RLRun, state: State, groups: Sequence[tuple[int, Prompt]]) -> None:
+    """Have the completions of admitted groups, given as (group id, prompt), made."""
+    for group_id in run.groups.submit(groups, state.version):
         state.ledger.finish(group_id)
 
 

@@ -1,10 +1,10 @@
 """Iterative RL: the reward model goes on learning from the policy that it judges.
 
-DeepSeekMath (2402.03300), algorithm 1. Every reward_model.every steps fresh samples of the policy are
-graded by rule, one of reward.models is trained on them and on a share of those of earlier iterations,
-and serves from then on. (algorithm.reference_reset_every sets the reference to the policy.) An
-iteration leaves two things in RUN_DIR/reward_model: the model in NNN/, and answers_NNN.parquet. A
-checkpoint holds a copy of both, so that a run may go on elsewhere.
+DeepSeekMath (2402.03300), algorithm 1. Every reward_model.every steps fresh samples of the policy
+are graded by rule, one of reward.models is trained on them and on a share of those of earlier
+iterations, and serves from then on. (algorithm.reference_reset_every sets the reference to the
+policy.) An iteration leaves two things in RUN_DIR/reward_model: the model in NNN/, and
+answers_NNN.parquet. A checkpoint holds a copy of both, so that a run may go on elsewhere.
 
 The functions do nothing in a run that trains no reward model.
 """

@@ -1,4 +1,5 @@
-"""Reinforcement learning, SFT and DPO: the stage that trains the policy. `step` is one turn of the loop.
+"""Reinforcement learning, SFT and DPO: the stage that trains the policy. `step` is one turn of the
+loop.
 
 prompts -> rollouts -> rewards -> advantages -> loss -> weights -> (back to rollouts)
 """
@@ -23,7 +24,8 @@ from cluster.stopping import RunError
 from learner import preflight
 from learner.algorithms.assemble import Assembled, assemble
 from learner.algorithms.schedule import learning_rate
-from learner.engine.rank import UpdateJob
+from learner.engine.diagnostics import diagnostics_for
+from learner.engine.job import UpdateJob
 from learner.evaluation import guards
 from learner.evaluation.step_metrics import step_metrics
 from learner.launch import Launch
@@ -86,12 +88,6 @@ def update(
         learning_rate(cfg.optimizer, state.optimizer_steps + u, total)
         for u in range(len(plan.micro_batches))
     )
-    exact = None
-    if a.exact_kl_tokens:
-        first = plan.plan.slice(0, 1).to_pylist()[0]
-        exact = run.reference.distributions(
-            batch.tables[first["table"]], first["row"], a.exact_kl_tokens
-        )
     job = UpdateJob(
         state.version,
         batch.tables,
@@ -101,7 +97,7 @@ def update(
         rates,
         cfg.rollout.temperature,
         number > a.options.get("value_pretrain_steps", 0),
-        exact,
+        diagnostics_for(cfg, run.reference, batch.tables, plan.plan),
     )
     result = run.learner.update(job)
     state.optimizer_steps += len(rates)
@@ -303,8 +299,7 @@ def rewind(run: RLRun, state: State, saved: Path | None) -> None:
 def take_up(run: RLRun, state: State) -> None:
     """Bring the learner's weights to the generators, and start the groups that were waiting."""
     sync(run, state, probe=engines.probe_of(run.policy, run.data.heldout))
-    for group_id, prompt in sorted(state.waiting.items()):
-        submit(run, state, group_id, prompt)
+    submit(run, state, sorted(state.waiting.items(), key=lambda item: item[0]))
 
 
 def begin(run: RLRun, state: State) -> None:

@@ -1,4 +1,4 @@
-"""The end of a run that trained a policy: summary.json, report.html, the table of before and after."""
+"""The end of a run that trained a policy: summary.json, report.html and a table."""
 
 from __future__ import annotations
 

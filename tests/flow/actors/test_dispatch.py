@@ -14,9 +14,10 @@ import ray
 
 from actors.records import SamplingParams
 from actors.rollouts import Dispatcher
-from actors.staleness import Ledger
 from cluster.stopping import RunError
-from learner.stages.rl import Trainer
+from learner.stages.rl.group_queue import GroupQueue
+from learner.stages.rl.groups import Refusals, admit, collect
+from learner.state import State
 
 N = 3
 
@@ -164,38 +165,48 @@ class Offline:
                 yield SimpleNamespace(meta=SimpleNamespace(group_id=group_id))
 
 
-def trainer_with(refused: range) -> Trainer:
-    """As much of a trainer as admits and collects; 4 groups a step."""
-    found = Trainer.__new__(Trainer)
-    found.cfg = SimpleNamespace(
-        rollout=SimpleNamespace(prompts_per_step=4, group_size=2, max_staleness=0),
+def run_with(refused: range) -> tuple[Any, State]:
+    """As much of a run as admits and collects, and its state; 4 groups a step."""
+    cfg = SimpleNamespace(
+        seed=0,
+        rollout=SimpleNamespace(
+            prompts_per_step=4, group_size=2, max_staleness=0, timeout_s=60.0,
+            max_tokens=8, temperature=1.0, top_p=1.0, top_k=0,
+        ),
         algorithm=SimpleNamespace(data="policy"),
+    )  # fmt: skip
+    policy = SimpleNamespace(encode=lambda text: [1])
+    queue = GroupQueue(cfg, policy, None, SimpleNamespace(submit=lambda group: None))
+    queue.dispatcher = Offline(queue.refuse, refused)
+    prompt = SimpleNamespace(text="")
+    sampler = SimpleNamespace(next=lambda n: [prompt] * n, state=dict)
+    run = SimpleNamespace(
+        cfg=cfg,
+        groups=queue,
+        data=SimpleNamespace(sampler=sampler),
+        progress=SimpleNamespace(note=lambda text: None),
     )
-    found.ledger, found.queue, found.given, found.refused, found.version = Ledger(), [], {}, 0, 0
-    found.sampler = SimpleNamespace(next=lambda n: [SimpleNamespace(text="")] * n)
-    found.rewards = SimpleNamespace(submit=lambda group: None)
-    found.progress = SimpleNamespace(note=lambda text: None)
-    found.encode, found.sampling = lambda text: [1], lambda: None
-    found.dispatcher = Offline(found.drop, refused)
-    return found
+    return run, State()
 
 
 def test_others_come_in_place_of_refused_groups_and_the_books_balance() -> None:
-    trainer = trainer_with(range(1, 4))
-    trainer.admit(4)
-    assert [g.meta.group_id for g in trainer.collect(4)] == [0, 4, 5, 6]
-    trainer.ledger.check()
-    assert trainer.ledger.counts() == {
+    run, state = run_with(range(1, 4))
+    admit(run, state, 4)
+    groups = collect(run, state, 4, 0, Refusals(run, state))
+    assert [g.meta.group_id for g in groups] == [0, 4, 5, 6]
+    state.ledger.check()
+    assert state.ledger.counts() == {
         "admitted": 7,
         "trained": 0,
         "filtered": 3,
         "in_flight": 0,
         "queued": 4,
     }
+    assert set(state.waiting) == {0, 4, 5, 6}
 
 
 def test_data_of_which_nothing_is_taken_ends_the_run() -> None:
-    trainer = trainer_with(range(10_000))
-    trainer.admit(4)
+    run, state = run_with(range(10_000))
+    admit(run, state, 4)
     with pytest.raises(RunError, match="5 prompts of one step were refused .*too long"):
-        trainer.collect(4)
+        collect(run, state, 4, 0, Refusals(run, state))

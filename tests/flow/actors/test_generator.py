@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from actors.records import GroupRequest
+from actors.records import PROMPT, GroupRequest, PromptRow
 from tests.flow.engines import (
     CONTEXT,
     WAIT_S,
@@ -125,6 +126,24 @@ def test_finish_reasons_and_scalars(model: Any, whole: list[tuple[Any, Any]]) ->
             else:
                 assert len(r["completion_ids"]) == 40 and eos not in r["completion_ids"]
     assert seen == {"stop", "length"}
+
+
+def test_a_prompt_by_reference_gives_the_same_completions(
+    generator: Any, whole: list[tuple[Any, Any]]
+) -> None:
+    columns = {
+        "prompt_id": [r.prompt_id for r in REQUESTS],
+        "prompt_ids": [r.prompt_ids for r in REQUESTS],
+    }
+    table = ray.put(pa.RecordBatch.from_pydict(columns, schema=PROMPT))
+    by_reference = [
+        dataclasses.replace(r, prompt_ids=PromptRow(table, i)) for i, r in enumerate(REQUESTS)
+    ]
+    again = generate(generator, by_reference)
+    for (meta, rollout), (asked_meta, asked) in zip(again, whole, strict=True):
+        for column in ("prompt_ids", "completion_ids", "finish_reason"):
+            assert rollout.column(column).equals(asked.column(column))
+        assert meta.prompt_tokens == asked_meta.prompt_tokens
 
 
 def test_what_the_controller_is_given_does_not_grow_with_tokens(generator: Any) -> None:

@@ -28,7 +28,7 @@ from actors.records import REFERENCE, ROLLOUT, GroupMeta
 from conf.schema import Config
 from learner.algorithms.assemble import Scores, assemble
 from learner.engine.group import LearnerGroup
-from learner.engine.rank import UpdateJob
+from learner.engine.job import UpdateJob
 from tests.flow.engines import WAIT_S, SwitchableRank, hf_logprobs, perturbed
 
 NAMES = sorted(f.stem for f in (Path(__file__).parents[3] / "conf" / "algorithm").glob("*.yaml"))

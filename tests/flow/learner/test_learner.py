@@ -1,7 +1,8 @@
-"""The DeepSpeed learner against a plain float64 autograd reference of GRPO, written here from the formula.
+"""The DeepSpeed learner against a plain float64 autograd reference of GRPO, written here from the
+formula.
 
-The reference (DeepSeekMath, 2402.03300, eq. 3 and 4) loops over answers and tokens and shares no code with the learner:
-no batching, no packing, no padding, no chunks, no ranks.
+The reference (DeepSeekMath, 2402.03300, eq. 3 and 4) loops over answers and tokens and shares no
+code with the learner: no batching, no packing, no padding, no chunks, no ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from actors.records import REFERENCE, ROLLOUT, GroupMeta
 from conf.schema import Config
 from learner.algorithms.assemble import Scores, assemble
 from learner.engine.group import LearnerGroup
-from learner.engine.rank import UpdateJob
-from tests.flow.engines import WAIT_S
+from learner.engine.job import UpdateJob
+from tests.flow.engines import WAIT_S, GradientRank
 
 GROUPS, SIZE, BETA, RATE = 4, 4, 0.04, 0.05
 # (ranks, ZeRO stage). On one rank ZeRO has nothing to split, so those setups are slow repeats.
@@ -66,7 +67,8 @@ def make_config(model_path: Path, ranks: int = 1, zero: int = 0) -> Config:
 
 @pytest.fixture(scope="module")
 def batch(model: Any) -> SimpleNamespace:
-    """Random answers of unequal lengths, with reference and behaviour log-probs near the model's own."""
+    """Random answers of unequal lengths, with reference and behaviour log-probs near the model's
+    own."""
     from tests.flow.engines import hf_logprobs, perturbed
 
     rng = np.random.default_rng(3)
@@ -128,7 +130,7 @@ def job(cfg: Config, batch: SimpleNamespace, budget: int = 10_000, updates: int 
     )
 
 
-# ---- the reference -------------------------------------------------------------------------------------------
+# ---- the reference -------------------------------------------------------------------------------
 
 
 def token_logprobs(model: Any, row: dict[str, Any]) -> torch.Tensor:
@@ -141,7 +143,8 @@ def token_logprobs(model: Any, row: dict[str, Any]) -> torch.Tensor:
 def grpo_loss(
     model: Any, old_model: Any, batch: SimpleNamespace, groups: list[int], eps: float = 0.2
 ) -> torch.Tensor:
-    """1/N sum_i 1/|o_i| sum_t -min(r A, clip(r) A) + beta (pi_ref/pi - log(pi_ref/pi) - 1), answers with a reward."""
+    """1/N sum_i 1/|o_i| sum_t -min(r A, clip(r) A) + beta (pi_ref/pi - log(pi_ref/pi) - 1), answers
+    with a reward."""
     terms = []
     for g in groups:
         good = [i for i in range(SIZE) if (g, i) != TIMED_OUT]
@@ -176,7 +179,8 @@ def reference_gradient(double: Any, batch: SimpleNamespace) -> dict[str, np.ndar
 
 @pytest.fixture(scope="module")
 def reference_steps(double: Any, batch: SimpleNamespace) -> dict[str, np.ndarray]:
-    """Weights after two optimizer steps on one batch: groups 0 1, then 2 3, both against the policy it began with."""
+    """Weights after two optimizer steps on one batch: groups 0 1, then 2 3, both against the policy
+    it began with."""
     policy = copy.deepcopy(double)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
@@ -193,7 +197,7 @@ def reference_steps(double: Any, batch: SimpleNamespace) -> dict[str, np.ndarray
     return {n: p.detach().numpy() for n, p in policy.named_parameters()}
 
 
-# ---- the learner ---------------------------------------------------------------------------------------------
+# ---- the learner ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(
@@ -205,7 +209,7 @@ def learner(
     cluster: None, model_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[LearnerGroup]:
     """Started once a setup. Of its tests only the last one changes the weights."""
-    group = LearnerGroup(make_config(model_path, *request.param))
+    group = LearnerGroup(make_config(model_path, *request.param), GradientRank)
     group.start()
     yield group
     group.stop()
@@ -244,7 +248,8 @@ def test_gradient_is_that_of_the_formula_for_every_split(
     away = {name: distance(g, reference_gradient) for name, g in gradients.items()}
     between = max(distance(g, gradients["whole"]) for g in gradients.values())
     print(
-        f"gradient, relative: from float64 {max(away.values()):.2g}, between budgets {between:.2g}; {counts}"
+        f"gradient, relative: from float64 {max(away.values()):.2g}, between budgets "
+        f"{between:.2g}; {counts}"
     )
     assert max(away.values()) < 1e-5 and between < 1e-5
     # Not only in the sum: each parameter on its own.
@@ -253,6 +258,33 @@ def test_gradient_is_that_of_the_formula_for_every_split(
         assert gap < 1e-4, (name, gap)
     after = weights(learner)
     assert all((before[n] == after[n]).all() for n in before)
+
+
+def test_exact_kl_is_that_of_the_whole_vocabulary(
+    learner: LearnerGroup, batch: SimpleNamespace, model: Any, double: Any
+) -> None:
+    """A diagnostic travels with the job; one completion, however many ranks there are."""
+    from learner.engine.diagnostics import ExactKL
+    from tests.flow.engines import perturbed
+
+    good = job(learner.cfg, batch, BUDGETS["medium"])
+    first = good.plan.slice(0, 1).to_pylist()[0]
+    row = batch.tables[first["table"]].to_pylist()[first["row"]]
+    n, ids = len(row["prompt_ids"]), torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+    tokens = min(5, len(row["completion_ids"]))
+    other = perturbed(model, 1, 0.02)
+    with torch.no_grad():
+        p, q = (
+            torch.log_softmax(m(ids).logits[0, n - 1 : n - 1 + tokens], -1) for m in (double, other)
+        )
+    wanted = [float((a.exp() * (a - b.double())).sum()) for a, b in zip(p, q, strict=True)]
+    exact = ExactKL(good.tables[first["table"]], first["row"], ray.put(q.numpy()))
+    # Without a learning rate the job makes no optimizer step, so the weights stay.
+    result = learner.update(replace(good, learning_rates=(), diagnostics=(exact,)))
+    measured = result["stats"]["kl_exact"]
+    assert measured.count == tokens
+    assert measured.sum == pytest.approx(sum(wanted), abs=1e-5)
+    assert (measured.min, measured.max) == pytest.approx((min(wanted), max(wanted)), abs=1e-5)
 
 
 def test_a_non_finite_step_is_skipped_on_all_ranks(
@@ -282,9 +314,11 @@ def test_two_optimizer_steps_on_one_batch(
     reference_steps: dict[str, np.ndarray],
     tmp_path: Path,
 ) -> None:
-    """Whole groups a step, clipped ratios against the policy the batch began with; then the saved model is that policy.
+    """Whole groups a step, clipped ratios against the policy the batch began with; then the saved
+    model is that policy.
 
-    Runs after the poisoned steps, so it also shows that those left no trace in gradients or moments."""
+    Runs after the poisoned steps, so it also shows that those left no trace in gradients or
+    moments."""
     start = {n: p.detach().numpy() for n, p in model.named_parameters()}
     result = learner.update(job(learner.cfg, batch, BUDGETS["medium"], updates=2))
     assert [s["skipped"] for s in result["steps"]] == [0.0, 0.0]
@@ -300,7 +334,8 @@ def test_two_optimizer_steps_on_one_batch(
     moved = {n: found[n] - start[n] for n in start}
     away = distance(moved, {n: reference_steps[n] - start[n] for n in start})
     print(
-        f"change of weights after two steps, relative to float64: {away:.2g}; ratio {ratio.min:.2f} to {ratio.max:.2f}"
+        f"change of weights after two steps, relative to float64: {away:.2g}; "
+        f"ratio {ratio.min:.2f} to {ratio.max:.2f}"
     )
     assert away < 1e-4
     saved_model_is(learner, found, tmp_path)
@@ -322,7 +357,7 @@ def saved_model_is(learner: LearnerGroup, found: dict[str, np.ndarray], tmp_path
     assert np.abs(hf_logprobs(loaded, published.ids[0]) - published.logprobs[0]).max() < 1e-5
 
 
-# ---- the policy module, in this process ----------------------------------------------------------------------
+# ---- the policy module, in this process ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -368,7 +403,8 @@ def test_entropy_carries_a_gradient_only_when_asked(double: Any) -> None:
 
 
 def test_what_follows_a_token_changes_nothing(double: Any) -> None:
-    """Right padding needs no mask: any ids behind the last counted token give the same log-probs."""
+    """Right padding needs no mask: any ids behind the last counted token give the same
+    log-probs."""
     from actors.modeling.policy import Policy
 
     policy = Policy(double, 100)

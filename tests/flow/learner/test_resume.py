@@ -110,48 +110,55 @@ import os, random, signal, sys, threading, time
 from contextlib import contextmanager
 from pathlib import Path
 from cluster import security
-security.secure_local_cluster()  # before Ray is imported, with the trainer
+security.secure_local_cluster()  # before Ray is imported, with the stages
+from dataclasses import replace
 from learner import main
-from learner.checkpoints import checkpoint
-from learner.stages import rl as trainer
+from learner.checkpoints.checkpoint import Store
+from learner.stages import table
+from learner.stages.rl.clock import Clock
 
 mark, moment, step, delay = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 note = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+stage, current = table.STAGES["rl"], []
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def at(name, trainer):
-    os.pwrite(note, f"{trainer.done + (name in FOR_NEXT)} {name:<20}".encode(), 0)
-    if name == moment and trainer.done + (name in FOR_NEXT) == step:
+def at(name):
+    number = current[0].done + (name in FOR_NEXT)
+    os.pwrite(note, f"{number} {name:<20}".encode(), 0)
+    if name == moment and number == step:
         threading.Timer(delay, die).start() if delay else die()
 
 FOR_NEXT = ("gen", "reward", "ref", "adv", "update", "sync")  # `done` is counted up before the checkpoint
-T, S = trainer.Trainer, checkpoint.Store
-phase, save, commit, prune = T.phase, T.save_tensors, S.commit, S.prune
+phase, commit, prune = Clock.phase, Store.commit, Store.prune
+
+def watched_step(run, state, number):
+    current[:] = [state]
+    stage.step(run, state, number)
 
 @contextmanager
 def watched(self, name):
-    at(name, self)
+    at(name)
     with phase(self, name):
         yield
-    os.pwrite(note, f"{self.done + 1} after {name:<14}".encode(), 0)
+    os.pwrite(note, f"{current[0].done + 1} after {name:<14}".encode(), 0)
 
-def half_saved(self, folder):
-    S.trainer = self
-    save(self, folder)
-    if moment == "tensors" and self.done == step:
+def half_saved(run, state, folder):
+    stage.save(run, state, folder)
+    if moment == "tensors" and state.done == step:
         file = folder / "policy.safetensors"
         os.truncate(file, file.stat().st_size // 2)
-    at("tensors", self)
+    at("tensors")
 
 def before(name, real):
     def call(self, *args):
-        at(name, self.trainer)
+        at(name)
         return real(self, *args)
     return call
 
-T.phase, T.save_tensors, S.commit, S.prune = watched, half_saved, before("commit", commit), before("prune", prune)
+table.STAGES["rl"] = replace(stage, step=watched_step, save=half_saved)
+Clock.phase, Store.commit, Store.prune = watched, before("commit", commit), before("prune", prune)
 raise SystemExit(main.main(sys.argv[5:]))
 """
 

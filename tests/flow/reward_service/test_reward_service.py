@@ -19,8 +19,8 @@ import pytest
 import ray
 
 from actors.modeling.tokenizer import build_tokenizer, save_tokenizer
-from actors.records import ROLLOUT
-from reward_service.service import REWARD, RewardService
+from actors.records import ROLLOUT, SCORED
+from reward_service.service import RewardService
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
@@ -86,7 +86,7 @@ def test_actor_scores_a_batch_by_what_was_sampled(cluster: None, tmp_path: Path)
     )
     prompts = [prompt("a", "7"), prompt("plain", "7", prefill=""), prompt("broken", "")]
     scored = ray.get(actor.score.remote(batch, prompts), timeout=120)
-    assert scored.schema == REWARD
+    assert scored.schema == SCORED
     assert scored.column("group_id").to_pylist() == [0, 1, 2, 3, 4]
     assert scored.column("reward").to_pylist() == [
         1.5,

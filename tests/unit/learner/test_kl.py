@@ -23,7 +23,8 @@ def logs(logits: torch.Tensor) -> torch.Tensor:
 
 
 def moments(kind: str, logits: torch.Tensor, ref: torch.Tensor) -> tuple[float, float]:
-    """Exact mean and variance of the estimator under the policy: a sum over the whole vocabulary, no sampling noise."""
+    """Exact mean and variance of the estimator under the policy: a sum over the whole vocabulary,
+    no sampling noise."""
     p = logs(logits).exp()
     x = kl.kl_estimate(kind, logs(logits), logs(ref))
     mean = (p * x).sum()
@@ -81,7 +82,8 @@ def test_the_same_holds_for_averages_of_samples(pair):
 
 
 def test_k3_has_the_larger_variance_far_from_the_reference():
-    # A token of probability 0.001 where the reference has 1/2: r = 500 is a tail that the logarithm has not.
+    # A token of probability 0.001 where the reference has 1/2: r = 500 is a tail that the logarithm
+    # has not.
     policy, ref = (
         torch.tensor([0.999, 0.001], dtype=torch.float64).log(),
         torch.tensor([0.5, 0.5], dtype=torch.float64).log(),
@@ -92,7 +94,8 @@ def test_k3_has_the_larger_variance_far_from_the_reference():
 def loss_gradient(
     kind: str, policy: torch.Tensor, ref: torch.Tensor, sampler: torch.Tensor
 ) -> torch.Tensor:
-    """E over x ~ sampler of the gradient of the estimator taken as a loss, the sampling itself not differentiated."""
+    """E over x ~ sampler of the gradient of the estimator taken as a loss, the sampling itself not
+    differentiated."""
     theta = policy.clone().requires_grad_()
     x = kl.kl_estimate(kind, logs(theta), logs(ref), logs(sampler))
     (logs(sampler).exp() * x).sum().backward()

@@ -1,5 +1,5 @@
-"""Losses and their gradients against loops written from the papers' formulas in float64, TRL's values, and the
-identities."""
+"""Losses and their gradients against loops written from the papers' formulas in float64, TRL's
+values, and the identities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NEAR = {"atol": 1e-9, "rtol": 0}
 
 
 def batch(seed: int, rows: int = 7, width: int = 9) -> dict[str, np.ndarray]:
-    """Seeded float64 inputs with ratios on both sides of the clip bounds, one empty answer, lengths up to the width."""
+    """Seeded float64 inputs with ratios on both sides of the clip bounds, one empty answer, lengths
+    up to the width."""
     rng = np.random.default_rng(seed)
     logprobs = -3 * rng.random((rows, width))
     lengths = rng.integers(1, width + 1, rows)
@@ -59,7 +60,8 @@ def ours(cfg, b, **changes):
 
 
 def reference(cfg, b) -> tuple[float, np.ndarray]:
-    """Loss and gradient in plain loops: each token's loss and its derivative by the papers' formulas."""
+    """Loss and gradient in plain loops: each token's loss and its derivative by the papers'
+    formulas."""
     used = [i for i in range(len(b["lengths"])) if b["valid"][i] and b["lengths"][i] > 0]
     total, gradient = 0.0, np.zeros_like(b["logprobs"])
     tokens = sum(int(b["lengths"][i]) for i in used)
@@ -227,7 +229,7 @@ def test_missing_inputs_and_unknown_losses_are_named():
             )
 
 
-# -- identities --------------------------------------------------------------------------------------------------------
+# -- identities ------------------------------------------------------------------------------------
 
 
 def test_on_policy_every_ratio_loss_has_the_gradient_of_reinforce():
@@ -265,7 +267,7 @@ def test_grpo_without_std_and_length_terms_is_dr_grpo():
     rng, groups, valid = np.random.default_rng(0), np.repeat([1, 2], 4), np.ones(8, bool)
     rewards = rng.random(8)
     np.testing.assert_array_equal(
-        advantages.grpo(rewards, groups, valid, std_normalise=False),
+        advantages.compute(AlgorithmConfig(std_normalise=False), rewards, groups, valid),
         advantages.dr_grpo(rewards, groups, valid),
     )
     lengths = rng.integers(1, 9, 8)
@@ -324,7 +326,7 @@ def test_dpo_through_its_coefficient_has_the_gradient_of_the_dpo_loss(average):
     np.testing.assert_allclose(gradient * factor, theta.grad.numpy(), **NEAR)
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def test_weights_by_hand():
@@ -348,12 +350,12 @@ def test_weights_refuse_bad_settings():
             losses.sample_weights("constant", np.ones(1), np.ones(1), constant)
 
 
-# -- critic ------------------------------------------------------------------------------------------------------------
+# -- critic ----------------------------------------------------------------------------------------
 
 
 def test_value_loss_by_hand():
-    # Values 1, 3, 0 of old 0, 3, 0, returns 0, 1, 5; clip 0.5: clipped value 0.5 only for the first.
-    # Squares: max(1, 0.25), max(4, 4); the third token is masked.
+    # Values 1, 3, 0 of old 0, 3, 0, returns 0, 1, 5; clip 0.5: clipped value 0.5 only for the
+    # first. Squares: max(1, 0.25), max(4, 4); the third token is masked.
     values = torch.tensor([[1.0, 3.0, 0.0]], dtype=torch.float64, requires_grad=True)
     old, returns = (
         torch.tensor([[0.0, 3.0, 0.0]]).double(),
@@ -365,7 +367,8 @@ def test_value_loss_by_hand():
     assert loss.item() == 0.5 * 0.5 * 5 and values.grad.tolist() == [[0.5, 1.0, 0.0]]
     assert astuple(stats["value_loss"])[:2] == (2.5, 2.0)
     assert astuple(stats["value_clip_fraction"])[:2] == (0.0, 2.0)
-    # Return 2 instead of 0: |1 - 2| = 1 but |0.5 - 2| = 1.5 is larger: the clipped branch, without gradient.
+    # Return 2 instead of 0: |1 - 2| = 1 but |0.5 - 2| = 1.5 is larger: the clipped branch, without
+    # gradient.
     values.grad = None
     returns[0, 0] = 2.0
     loss, stats = losses.value_loss(values, old, returns, torch.tensor([0.5]), mask, 0.5)
@@ -376,7 +379,7 @@ def test_value_loss_by_hand():
     assert plain.item() == 0.25 * (1 + 4) and "value_clip_fraction" not in stats
 
 
-# -- TRL ---------------------------------------------------------------------------------------------------------------
+# -- TRL -------------------------------------------------------------------------------------------
 
 TRL_CASES = ("grpo", "grpo_k3_iw", "grpo_two_sided", "grpo_tis", "dapo", "dr_grpo", "gspo", "cispo")
 

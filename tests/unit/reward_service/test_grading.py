@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.reward_items import adversarial
-from reward_service.math import grading
-from reward_service.math.text import Unreadable
+from reward_service.math import extraction, grading, reading
+from reward_service.math.text import MONEY, Token, Unreadable
 from reward_service.rules import tasks
-from reward_service.rules.rules import RewardItem, Scorer, format_reward, score_safely
+from reward_service.rules.format import format_reward
+from reward_service.rules.item import RewardItem
+from reward_service.rules.scorer import Scorer, score_safely
 
 DATA = Path(__file__).parents[2] / "data" / "grading"
 CASES = [json.loads(line) for line in open(DATA / "cases.jsonl", encoding="utf-8")]
@@ -102,9 +104,9 @@ def test_a_gold_that_cannot_be_read_is_ungradable_and_no_zero(gold: str) -> None
 
 def test_an_unclosed_box_is_an_error_of_the_reader_alone() -> None:
     with pytest.raises(Unreadable):
-        grading.last_box(r"\boxed{4")
-    assert grading.last_box(r"\boxed{\frac{1}{2}} \fbox{3}") == "3"
-    assert grading.last_box("4") is None
+        extraction.last_box(r"\boxed{4")
+    assert extraction.last_box(r"\boxed{\frac{1}{2}} \fbox{3}") == "3"
+    assert extraction.last_box("4") is None
 
 
 @pytest.mark.parametrize("expression, numbers, target, accuracy", [
@@ -181,3 +183,18 @@ def test_adversarial_completions_in_process(tmp_path: Path) -> None:
         )
         assert result.parts["accuracy"] or result.reason
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("text", [",", ";", "or"])
+def test_a_separator_is_a_whole_token(text: str) -> None:
+    assert reading.is_separator(Token("op", text))
+
+
+@pytest.mark.parametrize("text", ["", "o", "r", ";o", ",;", ",;or"])
+def test_a_part_of_the_list_of_separators_is_no_separator(text: str) -> None:
+    assert not reading.is_separator(Token("op", text))
+
+
+@pytest.mark.parametrize("text", ["", "¤€", "€£"])
+def test_a_money_sign_is_one_sign(text: str) -> None:
+    assert text not in MONEY

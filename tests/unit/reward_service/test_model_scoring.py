@@ -1,4 +1,5 @@
-"""Scores of packed micro-batches are those of one answer at a time in plain transformers; the rest says what it is."""
+"""Scores of packed micro-batches are those of one answer at a time in plain transformers; the rest
+says what it is."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def causal(seed: int) -> LlamaForCausalLM:
 def log_ratio(
     pair: tuple[LlamaForCausalLM, ...], prompt: np.ndarray, completion: np.ndarray
 ) -> list[float]:
-    """log pi/pi_ref of the completion up to and with each of its tokens, float64, token by token."""
+    """log pi/pi_ref of the completion up to and with each of its tokens, float64, token by
+    token."""
     ids, total, sums = [*prompt.tolist(), *completion.tolist()], 0.0, []
     with torch.no_grad():
         logps = [torch.log_softmax(m(torch.tensor([ids])).logits[0], -1).tolist() for m in pair]

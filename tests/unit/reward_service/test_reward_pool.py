@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.reward_items import adversarial
 from reward_service import main
-from reward_service.pool import RewardPool, RewardPoolError
-from reward_service.rules.rules import RewardItem
+from reward_service.processes import RewardPool, RewardPoolError
+from reward_service.rules.item import RewardItem
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = "<think>w</think><answer>{}</answer>"

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from reward_service.rules import rules
-from reward_service.rules.rules import RewardItem, Scorer, score_safely
+from reward_service.rules import format, shaping
+from reward_service.rules.item import RewardItem, RewardResult
+from reward_service.rules.scorer import Scorer, score_safely
 
 GOOD = "<think>3+4</think><answer>7</answer>"
 
@@ -23,7 +24,7 @@ GOOD = "<think>3+4</think><answer>7</answer>"
     ("<think>a < b > c </thinks></think><answer>7</answer>", 1.0),
 ])  # fmt: skip
 def test_format_is_exact(text: str, value: float) -> None:
-    assert rules.format_reward(text) == value
+    assert format.format_reward(text) == value
 
 
 @pytest.mark.parametrize("text, block", [
@@ -36,13 +37,13 @@ def test_format_is_exact(text: str, value: float) -> None:
     ("<answer>5</answer><think>b</think><answer>7</answer>", "7"), ("<answer>", None),
 ])  # fmt: skip
 def test_answer_block_is_the_last_one_outside_the_reasoning(text: str, block: str | None) -> None:
-    assert rules.answer_block(text) == block
+    assert format.answer_block(text) == block
 
 
 def test_tag_count_is_a_quarter_for_each_tag_that_stands_once() -> None:
-    assert rules.tag_count_reward(GOOD) == 1.0
-    assert rules.tag_count_reward("<think>a</think><think>") == 0.25  # </think> alone stands once
-    assert rules.tag_count_reward("") == 0.0
+    assert format.tag_count_reward(GOOD) == 1.0
+    assert format.tag_count_reward("<think>a</think><think>") == 0.25  # </think> alone stands once
+    assert format.tag_count_reward("") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -61,55 +62,55 @@ def test_language_is_the_share_of_words_in_the_target_script(
     reasoning: str, target: str, value: float
 ) -> None:
     text = f"<think>{reasoning}</think><answer>안녕 hello</answer>"
-    assert rules.language_reward(text, target) == pytest.approx(value)
+    assert shaping.language_reward(text, target) == pytest.approx(value)
 
 
 def test_language_needs_a_known_target() -> None:
     with pytest.raises(ValueError, match="language.target"):
-        rules.language_reward(GOOD, "klingon")
+        shaping.language_reward(GOOD, "klingon")
 
 
 def test_cosine_length_by_hand() -> None:
-    assert rules.cosine_length_reward(0, 100, True) == 1.0
-    assert rules.cosine_length_reward(50, 100, True) == pytest.approx(
+    assert shaping.cosine_length_reward(0, 100, True) == 1.0
+    assert shaping.cosine_length_reward(50, 100, True) == pytest.approx(
         0.75
     )  # halfway from 1.0 to 0.5
-    assert rules.cosine_length_reward(25, 100, True) == pytest.approx(
+    assert shaping.cosine_length_reward(25, 100, True) == pytest.approx(
         0.5 + 0.25 * (1 + math.sqrt(0.5))
     )
-    assert rules.cosine_length_reward(0, 100, False) == -1.0
-    assert rules.cosine_length_reward(50, 100, False) == pytest.approx(-0.75)
+    assert shaping.cosine_length_reward(0, 100, False) == -1.0
+    assert shaping.cosine_length_reward(50, 100, False) == pytest.approx(-0.75)
     assert (
-        rules.cosine_length_reward(100, 100, True)
-        == rules.cosine_length_reward(10**6, 100, True)
+        shaping.cosine_length_reward(100, 100, True)
+        == shaping.cosine_length_reward(10**6, 100, True)
         == -1.0
     )
 
 
 def test_soft_overlong_by_hand() -> None:
-    values = [rules.soft_overlong_reward(tokens, 100, 20) for tokens in (0, 80, 90, 100, 500)]
+    values = [shaping.soft_overlong_reward(tokens, 100, 20) for tokens in (0, 80, 90, 100, 500)]
     assert values == [0.0, 0.0, -0.5, -1.0, -1.0]
     with pytest.raises(ValueError, match="cache"):
-        rules.soft_overlong_reward(5, 100, 0)
+        shaping.soft_overlong_reward(5, 100, 0)
 
 
 def test_repetition_is_the_share_of_repeated_ngrams() -> None:
-    assert rules.repetition_reward("a b c d e", n=2) == 0.0
-    assert rules.repetition_reward("a b a b a", n=2) == pytest.approx(
+    assert shaping.repetition_reward("a b c d e", n=2) == 0.0
+    assert shaping.repetition_reward("a b a b a", n=2) == pytest.approx(
         -0.5
     )  # ab ba ab ba: 2 of 4 distinct
-    assert rules.repetition_reward("a", n=2) == 0.0
-    assert rules.repetition_reward("so " * 1000, n=4) == pytest.approx(-1 + 1 / 997)
+    assert shaping.repetition_reward("a", n=2) == 0.0
+    assert shaping.repetition_reward("so " * 1000, n=4) == pytest.approx(-1 + 1 / 997)
 
 
 def test_reasoning_steps_are_counted_up_to_the_wanted_number() -> None:
     text = "<think>Step 1: add\n2. carry\n- check\nFinally, done</think><answer>First, second,</answer>"
-    assert rules.reasoning_steps_reward(text, 8) == 0.5
-    assert rules.reasoning_steps_reward(text, 3) == 1.0
-    assert rules.reasoning_steps_reward("<think>hm</think>", 3) == 0.0
+    assert shaping.reasoning_steps_reward(text, 8) == 0.5
+    assert shaping.reasoning_steps_reward(text, 3) == 1.0
+    assert shaping.reasoning_steps_reward("<think>hm</think>", 3) == 0.0
 
 
-def score(cfg: dict, **fields: object) -> rules.RewardResult:
+def score(cfg: dict, **fields: object) -> RewardResult:
     return score_safely(
         Scorer(cfg), RewardItem(**{"id": "1", "response": GOOD, "gold": "7", **fields})
     )
@@ -142,7 +143,9 @@ def test_length_rules_see_tokens_and_the_budget() -> None:
     }
     result = score(cfg, completion_tokens=90)
     assert result.parts["soft_overlong"] == -0.5
-    assert result.parts["cosine_length"] == pytest.approx(rules.cosine_length_reward(90, 100, True))
+    assert result.parts["cosine_length"] == pytest.approx(
+        shaping.cosine_length_reward(90, 100, True)
+    )
     ungradable = score(
         cfg, completion_tokens=90, gold=""
     )  # a length reward that needs the verdict is none without it

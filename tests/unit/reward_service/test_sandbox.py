@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from reward_service.rules import tasks
-from reward_service.rules.rules import RewardItem, Scorer, score_safely
+from reward_service.rules.item import RewardItem
+from reward_service.rules.scorer import Scorer, score_safely
 from reward_service.sandbox import programs
 from reward_service.sandbox.programs import Limits, Run, SandboxUnavailable, run_program, run_tests
 
@@ -187,12 +188,12 @@ def test_nothing_runs_where_a_limit_cannot_be_set(
 ) -> None:
     broken = tmp_path / "child.py"
     source = (
-        Path(programs._CHILD)
+        Path(programs.CHILD)
         .read_text()
         .replace("check(LIBC.prctl(22, 2, program, 0, 0)", "check(-1")
     )
     broken.write_text(source)
-    monkeypatch.setattr(programs, "_CHILD", broken)
+    monkeypatch.setattr(programs, "CHILD", broken)
     with pytest.raises(SandboxUnavailable, match="none is run"):
         run_program("print(1)")
     result = score_safely(Scorer({"rules": {"accuracy": 1.0}}), code_item("print(4)"))
@@ -211,7 +212,7 @@ def test_it_confines_without_privileges_too() -> None:
     python = Path("/usr/bin/python3")
     if not python.exists():
         pytest.skip("no system Python")
-    script = Path(programs._CHILD).read_text()
+    script = Path(programs.CHILD).read_text()
     job = {
         "program": "import os\ntry: os.listdir('/root')\nexcept OSError as e: print(type(e).__name__, os.getuid())\n"
         "import socket\nsocket.socket()",

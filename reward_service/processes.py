@@ -1,9 +1,11 @@
-"""An elastic pool of killable scoring processes: every item under its own hard deadline, nothing lost.
+"""An elastic pool of scoring processes. Every item has its own hard deadline, and no item is lost.
 
-The processes are pebble's: one item is one task of a `pebble.ProcessPool`, which kills the worker that exceeds the
-task's time. A lane is such a pool with one worker, so that workers can be added and dropped, and so that a worker
-killed from outside, perhaps with the lock of its pipe in hand, cannot stop another: its lane is replaced and what was
-given to it is given again. Alarms are not used: they fire only in main threads and not inside C code.
+The worker processes belong to pebble. Each item is one task of a `pebble.ProcessPool`, which kills
+the worker if the task exceeds its time. A lane is a ProcessPool with exactly one worker, for two
+reasons: workers can be added and removed with demand, and a worker that is killed from outside
+while it holds the lock of its pipe cannot block the other workers. If a worker dies, its lane is
+replaced and the items of the lane are scored again. Alarms (SIGALRM) would not do: they fire only
+in the main thread and do not interrupt C code.
 """
 
 from __future__ import annotations
@@ -23,30 +25,39 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from reward_service import worker
-from reward_service.rules.rules import RewardItem, RewardResult
+from reward_service.rules.item import RewardItem, RewardResult
 
-DEPTH = 2  # items given to a worker: the one it is at, and one that waits in its pipe
-MAX_DEATHS = (
-    3  # a worker that dies (not killed by us) while at an item: the item is tried this often in all
+DEPTH = 2  # items given to a worker at a time: the one it scores, and one that waits in its pipe
+# Attempts at an item whose worker dies without being killed by the pool.
+MAX_DEATHS = 3
+# The pool starts one more worker per BURST waiting items, and wakes the dispatcher every BURST items.
+BURST = 16
+TICK = 0.2  # seconds between checks of the lanes while no event arrives
+GRACE = (
+    5.0  # seconds after a deadline that pebble did not enforce, after which the lane is replaced
 )
-BURST = 16  # items waiting for each further worker that is started; items queued between wake-ups of the dispatcher
-TICK = 0.2  # seconds between looks at the lanes when nothing happens
-GRACE = 5.0  # seconds after a deadline at which pebble has not enforced it and the lane is given up
 
 
 class RewardPoolError(RuntimeError):
-    """The pool cannot work at all: its workers do not start. Never raised for one bad item."""
+    """The pool cannot score at all because its workers do not start. Never raised for one item."""
 
 
 @dataclass
 class _Job:
+    """One admitted item, its future result, and how many workers have died while scoring it."""
+
     item: RewardItem
     done: Future = field(default_factory=Future)
     deaths: int = 0
 
 
 class _Lane:
-    """One worker. `jobs`: given and unanswered, oldest first, which is the one it works at since `since`."""
+    """One worker process and the jobs given to it.
+
+    `jobs` maps the future of each unanswered task to its job, oldest first. The worker is scoring
+    the oldest one, and has been since `since` (monotonic seconds). `ready` says whether the worker
+    has started and built its scorer.
+    """
 
     def __init__(
         self, cfg: Mapping[str, Any], context: worker.WorkerContext, events: queue.SimpleQueue
@@ -61,13 +72,13 @@ class _Lane:
         return future
 
     def give(self, job: _Job, timeout: float) -> None:
-        """Raises RuntimeError if pebble's pool is broken."""
+        """Sends a job to the worker. Raises RuntimeError if pebble's pool is broken."""
         if not self.jobs:
             self.since = time.monotonic()
         self.jobs[self._schedule(worker.score, job.item, timeout=timeout)] = job
 
     def stop(self) -> threading.Thread:
-        """Kills the worker; the thread returned ends when it is gone."""
+        """Kills the worker. The returned thread ends when the process is gone."""
         self.pool.stop()
         thread = threading.Thread(target=self.pool.join, daemon=True)
         thread.start()
@@ -75,11 +86,13 @@ class _Lane:
 
 
 class RewardPool:
-    """score(items) -> results in order, for any number of calling threads.
+    """Scores items in worker processes: score(items) returns results in order, from any thread.
 
-    `reward_cfg`: mapping with rules, combine, timeout_s (seconds an item may run before its worker is killed), options.
-    `workers`: the most processes; one is kept, more come with demand and go after `idle_s` seconds without work.
-    options.max_pending (default 4096): items admitted at once; callers beyond that wait (back-pressure).
+    `reward_cfg` is a mapping with rules, combine, options and timeout_s (the seconds an item may
+    take before its worker is killed). `workers` is the largest number of processes: one is kept
+    running, more are started with demand and stopped after `idle_s` seconds without work. At most
+    options.max_pending (default 4096) items are admitted at once; further callers wait. Raises
+    RewardPoolError if no worker is ready within `start_timeout_s` seconds.
     """
 
     def __init__(
@@ -117,7 +130,10 @@ class RewardPool:
     # ---- calling side
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Scores every item; blocks. Raises RewardPoolError if the pool is closed or cannot start workers."""
+        """Scores every item and returns when all are done.
+
+        Raises RewardPoolError if the pool is closed or cannot start workers.
+        """
         self._check()
         jobs = [_Job(item) for item in items]
         for index, job in enumerate(jobs):
@@ -131,7 +147,7 @@ class RewardPool:
         return [job.done.result() for job in jobs]
 
     def stats(self) -> dict[str, Any]:
-        """Counts by status (and worker deaths and kills), and one example of each status other than ok."""
+        """Counts by status, worker deaths and kills, and one example of each status but ok."""
         return {
             "counts": dict(self.counts),
             "examples": dict(self.examples),
@@ -140,14 +156,14 @@ class RewardPool:
         }
 
     def report(self) -> dict[str, Any]:
-        """stats() with the examples as text."""
+        """The result of stats() with its examples as text."""
         examples = {
             status: f"item {result.id}: {result.reason}" for status, result in self.examples.items()
         }
         return {**self.stats(), "examples": examples}
 
     def close(self) -> None:
-        """Kills the workers. Calls still waiting raise RewardPoolError."""
+        """Kills the workers. Calls to score that are still waiting raise RewardPoolError."""
         self._closed = True
         self._events.put(None)
         self._thread.join(10.0)
@@ -162,9 +178,10 @@ class RewardPool:
         if self._failure or self._closed or not self._thread.is_alive():
             raise RewardPoolError(f"reward pool stopped: {self._failure or 'closed'}")
 
-    # ---- dispatcher thread, which alone changes lanes and jobs
+    # ---- dispatcher thread: no other thread changes lanes and jobs
 
     def _loop(self) -> None:
+        """Runs the dispatcher until the pool is closed or has failed, then stops the lanes."""
         try:
             while not (self._closed or self._failure):
                 self._feed()
@@ -174,7 +191,7 @@ class RewardPool:
                         if event and event[0] in self._lanes:
                             self._receive(*event)
                         event = self._events.get_nowait()
-                self._look_after()
+                self._check_lanes()
         except (
             Exception
         ) as error:  # the waiting callers raise it; a silent dead thread would hang them
@@ -186,23 +203,25 @@ class RewardPool:
             self._warm.set()
 
     def _feed(self) -> None:
+        """Gives waiting jobs to the lanes with the fewest jobs, and starts lanes with demand."""
         for depth in range(DEPTH):
             for lane in [lane for lane in self._lanes if lane.ready and len(lane.jobs) <= depth]:
                 if self._queue:
                     job = self._queue.popleft()
                     try:
                         lane.give(job, self.timeout_s)
-                    except RuntimeError:  # broken; _look_after sees to it
+                    except RuntimeError:  # broken; _check_lanes sees to it
                         self._queue.appendleft(job)
         starting = sum(not lane.ready for lane in self._lanes)
-        wanted = 1 if not self._lanes else math.ceil(len(self._queue) / BURST) - starting
-        for _ in range(min(wanted, self.max_workers - len(self._lanes))):
+        new_lanes = 1 if not self._lanes else math.ceil(len(self._queue) / BURST) - starting
+        for _ in range(min(new_lanes, self.max_workers - len(self._lanes))):
             self._lanes.append(_Lane(self.cfg, self._context, self._events))
 
     def _receive(self, lane: _Lane, future: Future) -> None:
+        """Handles the end of one task of a lane: a result, a timeout, an error, or a dead worker."""
         lane.since, error = time.monotonic(), future.exception()
         if isinstance(error, ProcessExpired | BrokenProcessPool):
-            self._bury(lane, lane.jobs.get(future), error)
+            self._replace_lane(lane, lane.jobs.get(future), error)
         elif future not in lane.jobs:  # the first task of a lane
             self._failure = str(error) if error else future.result()
             lane.ready = True
@@ -232,8 +251,12 @@ class RewardPool:
         self._admit.release()
         job.done.set_result(result)
 
-    def _bury(self, lane: _Lane, head: _Job | None, error: BaseException | str) -> None:
-        """A worker died on its own (killed from outside, out of memory, crash): redo what its lane had."""
+    def _replace_lane(self, lane: _Lane, head: _Job | None, error: BaseException | str) -> None:
+        """Replaces the lane of a worker that died by itself: killed, out of memory, or a crash.
+
+        The jobs of the lane return to the head of the queue. `head` is the job that was being
+        scored; its death count grows, and at MAX_DEATHS it fails with status "error".
+        """
         self._lanes.remove(lane)
         worker.kill_group(getattr(error, "pid", None))
         lane.stop()
@@ -255,18 +278,19 @@ class RewardPool:
                 )
         self._queue.extendleft(reversed(jobs))
 
-    def _look_after(self) -> None:
+    def _check_lanes(self) -> None:
+        """Replaces broken and hanging lanes and stops lanes that have been idle too long."""
         now = time.monotonic()
         for lane in list(self._lanes):
             idle = now - lane.since
             if not lane.pool.active:
-                self._bury(lane, None, "its pipe broke")
+                self._replace_lane(lane, None, "its pipe broke")
             elif not lane.ready and idle > self.start_timeout_s:
                 self._failure = (
                     f"no worker was ready within start_timeout_s={self.start_timeout_s:g} s"
                 )
             elif lane.jobs and idle > self.timeout_s + GRACE:
-                self._bury(lane, None, "it did not answer")
+                self._replace_lane(lane, None, "it did not answer")
             elif lane.ready and not lane.jobs and len(self._lanes) > 1 and idle > self.idle_s:
                 self._lanes.remove(lane)
                 lane.stop()
