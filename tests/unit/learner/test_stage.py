@@ -15,7 +15,8 @@ import yaml
 
 from cluster.stopping import RunError, Stopping
 from cluster.supervision.failures import LearnerLost
-from conf.schema import Config, get
+from conf.schema import Config
+from conf.settings import get
 from learner.checkpoints import checkpoint
 from learner.launch import Launch
 from learner.stage import Run, Stage, run_stage
