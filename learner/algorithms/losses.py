@@ -174,10 +174,8 @@ def policy_loss(
     Raises ValueError for an unknown cfg.loss, or if an input that cfg needs is missing.
     """
     if cfg.loss not in LOSSES:
-        choices = ", ".join(LOSSES)
-        raise ValueError(
-            f"algorithm.loss={cfg.loss!r} is not known here: expected one of {choices}"
-        )
+        expected = f"expected one of {', '.join(LOSSES)}"
+        raise ValueError(f"algorithm.loss={cfg.loss!r} is not known here: {expected}")
     keep = _trained(mask, weights)
     mask = keep.to(logprobs.dtype)
     logprobs = _clean(logprobs, keep)
