@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.stopping import Stopping
 from conf.schema import Config
-from learner.checkpoints import checkpoint
+from learner.checkpoints import checkpoint, saved_settings
 
 
 @dataclass(frozen=True)
@@ -29,4 +29,4 @@ class Launch:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings as checkpoints and wandb hold them: without secrets."""
-        return checkpoint.as_dict(self.cfg)
+        return saved_settings.as_dict(self.cfg)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from conf.schema import Config
-from learner.checkpoints import checkpoint
+from learner.checkpoints import checkpoint, saved_settings
 from learner.checkpoints.checkpoint import CheckpointError, Store
 
 
@@ -45,5 +45,5 @@ def find(cfg: Config, run_dir: Path, store: Store) -> Path | None:
         )
     if found:
         saved = json.loads((found / checkpoint.STATE).read_text())["config"]
-        checkpoint.check_config(cfg, saved, source.shown(found.name))
+        saved_settings.check_config(cfg, saved, source.shown(found.name))
     return found

@@ -12,7 +12,7 @@ import numpy as np
 
 from actors.records import ragged
 from cluster.monitoring.stat import Accumulator, Stat
-from learner.algorithms.reward_training import RewardJob
+from learner.algorithms.reward_batches import RewardJob
 from learner.engine.rank import LearnerRank
 from reward_service.models.meaning import KEY, Meaning
 

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from conf.schema import Config
-from learner.algorithms import reward_training
+from learner.algorithms import reward_batches
 from learner.algorithms.schedule import learning_rate
 from learner.engine import reward_rank
 from learner.engine.group import LearnerGroup
+from learner.evaluation import reward_models
 from reward_service.models.labelled import Answers
 
 SUMMARY = ("auc", "accuracy", "loss", "brier", "calibration_error")
@@ -51,11 +52,9 @@ class RewardLearner:
         """
         rm = self.cfg
         answers = fresh + old if old else fresh
-        units = reward_training.units(answers, rm.loss)
-        count = len(reward_training.units(fresh, rm.loss))
-        chosen = reward_training.draw(
-            count, len(units) - count, rm.batch, rm.steps, rm.replay, seed
-        )
+        units = reward_batches.units(answers, rm.loss)
+        count = len(reward_batches.units(fresh, rm.loss))
+        chosen = reward_batches.draw(count, len(units) - count, rm.batch, rm.steps, rm.replay, seed)
         return Drawn(answers, units, chosen)
 
     def train_step(self, drawn: Drawn, number: int) -> dict[str, Any]:
@@ -64,7 +63,7 @@ class RewardLearner:
         Raises LearnerLost where a rank is gone.
         """
         rm, lr, index = self.cfg, self.settings.learner, number - 1
-        job = reward_training.make_job(
+        job = reward_batches.make_job(
             drawn.answers,
             [drawn.units[i] for i in drawn.chosen[index]],
             rm.loss,
@@ -82,17 +81,17 @@ class RewardLearner:
             self.train_step(drawn, number)
 
     def measure(self, answers: Answers) -> dict[str, float | None]:
-        """How good the model is on these answers (learner/algorithms/reward_training.py)."""
+        """How good the model is on these answers (learner/evaluation/reward_models.py)."""
         lr = self.settings.learner
-        job = reward_training.make_job(
+        job = reward_batches.make_job(
             answers,
-            reward_training.units(answers, "pointwise"),
+            reward_batches.units(answers, "pointwise"),
             "pointwise",
             lr.ranks,
             lr.micro_batch_tokens,
         )
         logits = dict(self.group.score(job))
-        return reward_training.measure(
+        return reward_models.measure(
             [logits[i] for i in range(len(answers))], answers, self.cfg.loss
         )
 

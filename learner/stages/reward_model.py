@@ -6,7 +6,6 @@ Hugging Face folder, RUN_DIR/model.
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.data.stream import PromptStream
+from cluster.files import write_json
 from conf.schema import Config, ConfigError
-from learner.algorithms import reward_training
+from learner.algorithms import reward_batches
 from learner.algorithms.assemble import read_scores
 from learner.launch import Launch
 from learner.stage import Run, Stage, open_log, plain_progress
@@ -129,9 +129,7 @@ def conclude(run: RewardRun, state: State, after: dict[str, Any], setup_s: float
         "after": after,
         "wall_s": round(time.monotonic() - run.launch.started, 1),
     }
-    partial = run_dir / "summary.json.partial"
-    partial.write_text(json.dumps(summary, indent=1) + "\n")
-    partial.rename(run_dir / "summary.json")
+    write_json(run_dir / "summary.json", summary)
     print(
         f"volley: held out: {summary_line(after)}\n"
         f"volley: done in {summary['wall_s']:.0f} s; the model is in {run_dir / 'model'}",
@@ -193,7 +191,7 @@ def from_files(cfg: Config, run_dir: Path, policy: PolicyFiles) -> tuple[Answers
     whole = load_answers(rm.path, policy.tokenizer, cfg)
     if rm.heldout_path:
         return whole, load_answers(rm.heldout_path, policy.tokenizer, cfg)
-    held = reward_training.held_out(whole.prompt_ids, rm.heldout_share)
+    held = reward_batches.held_out(whole.prompt_ids, rm.heldout_share)
     if held.all() or not held.any():
         raise ConfigError(
             "reward_model.heldout_share",

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from actors.records import LABELLED
-from learner.algorithms import reward_training
+from learner.algorithms import reward_batches
 from learner.stages.reward_model import RewardLearner
 from reward_service.models.heads import REFERENCE, load_reward_model
 from reward_service.models.labelled import of_record
@@ -189,8 +189,8 @@ def test_one_step_is_that_of_the_formula_however_it_is_split(
     try:
         answers = of_record(batch, ray.put(batch))
         wanted, grads, logits = reference(begun, batch, "pointwise", head)
-        job = reward_training.make_job(
-            answers, reward_training.units(answers, "pointwise"), "pointwise", ranks, budget, 0, 0.0
+        job = reward_batches.make_job(
+            answers, reward_batches.units(answers, "pointwise"), "pointwise", ranks, budget, 0, 0.0
         )
         found = dict(learner.group.score(job))
         for i, row in enumerate(logits):
@@ -237,8 +237,8 @@ def test_pairs_and_the_saved_directory(
     try:
         answers = of_record(only_last(batch), ray.put(batch))
         wanted, grads, _ = reference(begun, only_last(batch), "pairwise", head)
-        job = reward_training.make_job(
-            answers, reward_training.units(answers, "pairwise"), "pairwise", 1, 120, 0, 0.0
+        job = reward_batches.make_job(
+            answers, reward_batches.units(answers, "pairwise"), "pairwise", 1, 120, 0, 0.0
         )
         assert learner.group.update(job)["stats"]["loss"].sum == pytest.approx(wanted, abs=1e-5)
         learner.group.save_state(str(tmp_path))
@@ -254,8 +254,8 @@ def test_pairs_and_the_saved_directory(
         _, _, logits = reference(tmp_path / "model", only_last(batch), "pairwise", head)
         found = dict(
             learner.group.score(
-                reward_training.make_job(
-                    answers, reward_training.units(answers, "pointwise"), "pointwise", 1, 120
+                reward_batches.make_job(
+                    answers, reward_batches.units(answers, "pointwise"), "pointwise", 1, 120
                 )
             )
         )

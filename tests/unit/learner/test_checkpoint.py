@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from conf.schema import CheckpointConfig, Config, ConfigError
-from learner.checkpoints import checkpoint, resume
-from learner.checkpoints.checkpoint import CheckpointError, Store, doomed
+from learner.checkpoints import checkpoint, resume, saved_settings
+from learner.checkpoints.checkpoint import CheckpointError, Store
+from learner.checkpoints.retention import check_best, doomed
 
 
 @pytest.fixture(params=["folder", "file", "dir", "memory"])
@@ -339,7 +340,7 @@ def run_with(folder: Path, *at: int) -> Store:
     store = Store(str(folder / "checkpoints"), folder)
     for step in at:
         store.write(
-            step, {"config": checkpoint.as_dict(Config())}, tensors(), CheckpointConfig(keep=0)
+            step, {"config": saved_settings.as_dict(Config())}, tensors(), CheckpointConfig(keep=0)
         )
     return store
 
@@ -370,7 +371,9 @@ def test_resume_from_a_run_a_folder_or_a_checkpoint(tmp_path: Path):
 def test_resume_from_an_object_store(tmp_path: Path):
     away = Store(f"memory://{uuid.uuid4().hex}/run", tmp_path)
     for step in (1, 2):
-        away.write(step, {"config": checkpoint.as_dict(Config())}, tensors(), CheckpointConfig())
+        away.write(
+            step, {"config": saved_settings.as_dict(Config())}, tensors(), CheckpointConfig()
+        )
     own = run_with(tmp_path / "b")
     assert find(tmp_path, away.address, own) == tmp_path / checkpoint.FETCHED / "step_00002"
     found = find(tmp_path, f"{away.address}/step_00001", own)
@@ -421,28 +424,28 @@ def test_checkpoints_of_two_runs_do_not_mix(tmp_path: Path):
 
 def test_changed_settings_are_listed_and_harmless_ones_are_not():
     cfg = Config()
-    saved = json.loads(json.dumps(checkpoint.as_dict(cfg)))
+    saved = json.loads(json.dumps(saved_settings.as_dict(cfg)))
     cfg.steps, cfg.learner.ranks, cfg.generator.count, cfg.checkpoint.keep_best = 7, 2, 3, 4
-    assert checkpoint.changes(cfg, saved) == []
+    assert saved_settings.changes(cfg, saved) == []
     cfg.optimizer.lr = 0.5
-    assert checkpoint.changes(cfg, saved) == ["optimizer.lr: 1e-06 -> 0.5"]
+    assert saved_settings.changes(cfg, saved) == ["optimizer.lr: 1e-06 -> 0.5"]
     with pytest.raises(
         CheckpointError, match="checkpoint there .*optimizer.lr: 1e-06 -> 0.5.*allow_changes=true"
     ):
-        checkpoint.check_config(cfg, saved, "there")
+        saved_settings.check_config(cfg, saved, "there")
     cfg.allow_changes = True
-    checkpoint.check_config(cfg, saved, "there")
+    saved_settings.check_config(cfg, saved, "there")
 
 
 def test_a_model_of_the_checkout_is_the_same_in_another_copy_of_it(monkeypatch, tmp_path):
     cfg = Config()
-    cfg.model.path = str(checkpoint.ROOT / "actors" / "modeling" / "assets" / "tiny")
-    saved = checkpoint.as_dict(cfg)
-    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
+    cfg.model.path = str(saved_settings.ROOT / "actors" / "modeling" / "assets" / "tiny")
+    saved = saved_settings.as_dict(cfg)
+    monkeypatch.setattr(saved_settings, "ROOT", tmp_path)
     cfg.model.path = str(tmp_path / "actors" / "modeling" / "assets" / "tiny")
-    assert checkpoint.changes(cfg, saved) == []
+    assert saved_settings.changes(cfg, saved) == []
     cfg.model.path = str(tmp_path / "actors" / "modeling" / "assets" / "other")
-    assert checkpoint.changes(cfg, saved) == [
+    assert saved_settings.changes(cfg, saved) == [
         "model.path: actors/modeling/assets/tiny -> actors/modeling/assets/other"
     ]
 
@@ -450,16 +453,26 @@ def test_a_model_of_the_checkout_is_the_same_in_another_copy_of_it(monkeypatch, 
 def test_more_steps_are_a_change_where_the_learning_rate_depends_on_them():
     cfg = Config()
     cfg.optimizer.decay = "cosine"
-    saved = checkpoint.as_dict(cfg)
+    saved = saved_settings.as_dict(cfg)
     cfg.steps += 1
-    assert checkpoint.changes(cfg, saved) == ["steps: 64 -> 65"]
+    assert saved_settings.changes(cfg, saved) == ["steps: 64 -> 65"]
+
+
+def test_the_words_that_describe_an_algorithm_are_no_change():
+    """A checkpoint that was written before they were settings does not have them at all."""
+    cfg = Config()
+    saved = saved_settings.as_dict(cfg)
+    for key in ("source", "rewards", "coefficient"):
+        del saved["algorithm"][key]
+        setattr(cfg.algorithm, key, f"other {key}")
+    assert saved_settings.changes(cfg, saved) == []
 
 
 def test_secrets_are_not_saved():
     cfg = Config()
     cfg.reward.options = {"api_key": "very-secret"}
-    assert "very-secret" not in json.dumps(checkpoint.as_dict(cfg))
-    assert checkpoint.changes(cfg, checkpoint.as_dict(cfg)) == []
+    assert "very-secret" not in json.dumps(saved_settings.as_dict(cfg))
+    assert saved_settings.changes(cfg, saved_settings.as_dict(cfg)) == []
 
 
 @pytest.mark.parametrize(
@@ -486,11 +499,11 @@ def test_a_choice_that_could_never_be_made_is_refused(settings: dict, said: str)
     cfg = Config(checkpoint=CheckpointConfig(keep_best=1, **{"every": 20, **settings}))
     cfg.evaluation.every = 10
     with pytest.raises(ConfigError, match=said):
-        checkpoint.check_best(cfg)
+        check_best(cfg)
 
 
 def test_choices_that_can_be_made_are_let_through():
     for metric in ("eval/pass@8", "eval/maj@8", "eval/length", "reward/mean", "actor/entropy"):
         cfg = Config(checkpoint=CheckpointConfig(every=20, keep_best=1, metric=metric))
         cfg.evaluation.every = 10
-        checkpoint.check_best(cfg)
+        check_best(cfg)
