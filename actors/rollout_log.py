@@ -14,6 +14,7 @@ import ray
 
 from actors.rollouts import Group
 from cluster.environment import process_env
+from cluster.files import atomic
 from cluster.supervision.failures import line
 from cluster.supervision.health import RestartsExhausted
 from cluster.supervision.pool import Pool
@@ -84,9 +85,8 @@ class RolloutWriter:
                     }
                 )
         rows = rows if limit < 0 else rows[:limit]
-        partial_file = self.directory / f".step_{step:05d}.partial"
-        pq.write_table(pa.Table.from_pylist(rows), partial_file)
-        partial_file.rename(self.directory / f"step_{step:05d}.parquet")
+        with atomic(self.directory / f"step_{step:05d}.parquet") as partial_file:
+            pq.write_table(pa.Table.from_pylist(rows), partial_file)
         return len(rows)
 
 

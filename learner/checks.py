@@ -6,10 +6,10 @@ Imports nothing heavier than NumPy, so that a mistake is answered in a second or
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
-from conf.schema import CHOICES, RANGES, Config, ConfigError, get
+from conf.schema import Config, ConfigError
+from conf.settings import check_each, get
 from learner.algorithms.advantages import names
 
 
@@ -25,21 +25,11 @@ def context_length(cfg: Config) -> int | None:
 
 def validate(cfg: Config) -> None:
     """Raise ConfigError on the first setting that cannot work. Pure but for reading the model's config.json."""
-    for key, allowed in CHOICES.items():
-        if get(cfg, key) not in allowed:
-            raise ConfigError(key, get(cfg, key), f"expected one of {', '.join(map(str, allowed))}")
+    check_each(cfg)
     if cfg.algorithm.advantage not in (known := names()):
         raise ConfigError(
             "algorithm.advantage", cfg.algorithm.advantage, f"expected one of {', '.join(known)}"
         )
-    for key, low, inclusive in RANGES:
-        value = get(cfg, key)
-        if value is None:  # an optional setting that is off
-            continue
-        if value < low or (value == low and not inclusive) or not math.isfinite(value):
-            raise ConfigError(
-                key, value, f"expected {'at least' if inclusive else 'more than'} {low}"
-            )
     if (
         cfg.resume not in ("never", "auto")
         and "://" not in cfg.resume
@@ -126,9 +116,6 @@ def _check_data(cfg: Config) -> None:
             f"prompts of data.kind={cfg.data.kind} never come again, so nothing is known of them",
             "Use data=FILE, or arithmetic with data.size.",
         )
-    for key in ("sampler_floor", "curriculum_up", "curriculum_replay"):
-        if getattr(cfg.data, key) > 1:
-            raise ConfigError(f"data.{key}", getattr(cfg.data, key), "expected a share, at most 1")
 
 
 def _check_batches(cfg: Config) -> None:
@@ -229,8 +216,6 @@ def _check_steps(cfg: Config) -> None:
 
 def _check_sampling(cfg: Config) -> None:
     r = cfg.rollout
-    if r.top_p > 1:
-        raise ConfigError("rollout.top_p", r.top_p, "expected a share in (0, 1]")
     if r.top_p < 1 or r.top_k > 0:
         key = "rollout.top_p" if r.top_p < 1 else "rollout.top_k"
         raise ConfigError(
@@ -321,9 +306,6 @@ def _check_reward_model(cfg: Config) -> None:
     from reward_service.models.meaning import NEW, config_of, head_of
 
     rm, rl = cfg.reward_model, cfg.stage.evaluates
-    for key in ("heldout_share", "replay"):
-        if getattr(rm, key) >= 1:
-            raise ConfigError(f"reward_model.{key}", getattr(rm, key), "expected a share below 1")
     if (rm.every or rm.initial) and not rm.refresh or (rm.refresh and not rl):
         raise ConfigError(
             "reward_model.refresh",
@@ -431,7 +413,3 @@ def _check_reward(cfg: Config) -> None:
             "reward.rules", cfg.reward.rules, "every weight is 0: nothing is rewarded"
         )
     _check_models(cfg)
-    if cfg.reward.max_failure_share > 1:
-        raise ConfigError(
-            "reward.max_failure_share", cfg.reward.max_failure_share, "expected a share in [0, 1]"
-        )

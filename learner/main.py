@@ -16,7 +16,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Config, ConfigError, keys
+from conf.schema import Config, ConfigError
+from conf.settings import keys
 from learner.checks import validate
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -44,7 +44,7 @@ def home(run_dir: Path, here: Path | None = None) -> Path:
     """The folder that a relative run_dir is relative to: the current folder, `here`.
 
     A submitted job runs in a copy that Ray deletes with the job. VOLLEY_HOME, set by `make cluster`
-    and cluster/jobs/submit.py, names the folder to use instead. Raises RunError where it is not set.
+    and cluster/jobs/submit.py, names the folder to use instead. Raises RunError if it is not set.
     """
     here = here or Path.cwd()
     if "runtime_resources" not in here.parts:

@@ -20,6 +20,7 @@ import psutil
 
 from cluster import security
 from cluster.environment import process_env, ray_folder
+from cluster.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S, STOP_S = 90.0, 20.0
@@ -119,7 +120,7 @@ def start(cpus: int) -> int:
         "address": f"127.0.0.1:{options['port']}",
         "dashboard": f"http://127.0.0.1:{options['dashboard-port']}",
     }
-    record().write_text(json.dumps(about))
+    write_json(record(), about)
     deadline = time.monotonic() + START_S
     # The agent, which starts jobs, comes up some seconds after the rest.
     while not ("Ray runtime started" in log.read_text(errors="replace") and answers(options)):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from cluster.files import write_text
 from cluster.monitoring.metrics import METRICS, describe, flatten
 from cluster.monitoring.stat import MetricError, Stat
 from cluster.security import redact_text
@@ -77,9 +78,7 @@ class MetricLog:
 
     def _begin(self, rows: list[str]) -> None:
         """Write a file of the header and `rows`, and open it for more."""
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("\n".join([self.header, *rows]) + "\n")
-        temporary.replace(self.path)
+        write_text(self.path, "\n".join([self.header, *rows]) + "\n")
         self.file = self.path.open("a")
 
     def rewind(self, step: int) -> None:

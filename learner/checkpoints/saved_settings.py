@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.security import redact
-from conf.schema import Config, keys
+from conf.schema import Config
+from conf.settings import keys
 from learner.checkpoints.checkpoint import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def changes(cfg: Config, saved: dict[str, Any]) -> list[str]:
     now = as_dict(cfg)
     saved = portable(saved)  # config.yaml holds the model's path as it was given
     differences = []
-    for key in keys(cfg):
+    for key in keys():
         old, new = value_at(saved, key), value_at(now, key)
         if old != new and not _harmless(cfg, key):
             differences.append(f"{key}: {old} -> {new}")

@@ -6,7 +6,6 @@ no rank ever holds a second full copy of the model (DESIGN, "Weights").
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 
 from actors.modeling.packing import PackedBatch, TokenSequence
 from actors.records import Entry
+from cluster.files import atomic
 
 SAVE_BYTES = 1 << 28  # of parameters that `save_model` gathers at once
 
@@ -41,21 +41,18 @@ def whole_parameters(
 def save_model(policy: Any, directory: Path, tokenizer: Any, rank: int, zero3: bool) -> None:
     """Write the policy as a Hugging Face directory (safetensors) on rank 0; every rank calls.
 
-    It is written under another name and then renamed, so `directory` is never incomplete. A
-    directory of that name, left by a run that was resumed, is replaced.
+    `directory` is never incomplete. A directory of that name, left by a run that was resumed, is
+    replaced.
     """
     state = {}
     for group in whole_parameters(policy.model, SAVE_BYTES, rank, zero3):
         state.update({n: p.detach().cpu().clone() for n, p in group})
     if rank != 0:
         return
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    policy.model.save_pretrained(partial, state_dict=state)
-    tokenizer.save_pretrained(partial)
-    policy.save_extra_files(partial)
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    with atomic(directory) as partial:
+        policy.model.save_pretrained(partial, state_dict=state)
+        tokenizer.save_pretrained(partial)
+        policy.save_extra_files(partial)
 
 
 def probe_logprobs(engine: Any, sequences: list[list[int]], device: Any) -> list[np.ndarray]:

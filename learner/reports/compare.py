@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from cluster.files import atomic, write_text
 from cluster.monitoring.sinks import read
 from cluster.monitoring.stat import MetricError
 
@@ -210,12 +211,12 @@ def write(folder: Path) -> list[tuple[str, ...]]:
         raise MetricError(f"{folder} holds no finished run: give the folder whose folders are runs")
     table = rows(runs)
     lines = [table[0], ("---",) + ("---:",) * (len(table[0]) - 1), *table[1:]]
-    (folder / "comparison.md").write_text(
-        "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-    )
-    figure(runs, folder.resolve().name).savefig(
-        folder / "comparison.png", metadata={"Software": None}
-    )
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    write_text(folder / "comparison.md", text)
+    with atomic(folder / "comparison.png") as partial:
+        figure(runs, folder.resolve().name).savefig(
+            partial, format="png", metadata={"Software": None}
+        )
     return table
 
 

@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from cluster.files import write_bytes, write_text
 from cluster.monitoring.progress import comparison_rows, duration
 from cluster.monitoring.sinks import read
 from cluster.monitoring.stat import MetricError
@@ -206,11 +207,9 @@ def write(run_dir: str | Path) -> Path:
     summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {}
     buffer = io.BytesIO()
     figure(rows).savefig(buffer, format="png", metadata={"Software": None})
-    (run_dir / "report.png").write_bytes(buffer.getvalue())
+    write_bytes(run_dir / "report.png", buffer.getvalue())
     target = run_dir / "report.html"
-    target.write_text(
-        page(run_dir.resolve().name, summary, buffer.getvalue(), samples(run_dir)), encoding="utf-8"
-    )
+    write_text(target, page(run_dir.resolve().name, summary, buffer.getvalue(), samples(run_dir)))
     return target
 
 

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from actors.data.prompt import Prompt
 from actors.data.stream import PromptStream
+from cluster.files import atomic, write_json
 from cluster.monitoring.progress import duration
 from cluster.stopping import RunError
 from conf.schema import Config
@@ -118,9 +119,7 @@ def finish(run: AnnotateRun, state: State) -> dict[str, Any]:
         "wall_s": round(time.monotonic() - run.launch.started, 1),
     }
     write(pa.concat_tables([t.replace_schema_metadata() for t in tables]), run_dir / OUTPUT)
-    partial = run_dir / "summary.json.partial"
-    partial.write_text(json.dumps(summary, indent=1) + "\n")
-    partial.rename(run_dir / "summary.json")
+    write_json(run_dir / "summary.json", summary)
     return summary
 
 
@@ -174,9 +173,7 @@ def begin(cfg: Config, folder: Path) -> None:
         saved_settings.check_config(cfg, json.loads(there.read_text()), str(folder))
         return
     folder.mkdir(parents=True, exist_ok=True)
-    beside = there.with_suffix(".partial")
-    beside.write_text(json.dumps(saved_settings.as_dict(cfg), indent=1))
-    beside.rename(there)
+    write_json(there, saved_settings.as_dict(cfg))
 
 
 def name(part: int) -> str:
@@ -193,9 +190,8 @@ def whole(file: Path) -> bool:
 
 
 def write(table: pa.Table, file: Path) -> None:
-    beside = file.with_suffix(".partial")
-    pq.write_table(table, beside)
-    beside.rename(file)
+    with atomic(file) as partial:
+        pq.write_table(table, partial)
 
 
 def summarise(tables: Sequence[pa.Table]) -> dict[str, Any]:

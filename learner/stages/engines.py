@@ -161,7 +161,8 @@ def check_failures(cfg: Config, scores: Scores) -> None:
         i = int(np.flatnonzero(~scores.valid)[0])
         raise RunError(
             f"{share:.0%} of the rewards of this step are not ok, more than "
-            f"reward.max_failure_share={cfg.reward.max_failure_share:g}. The first: status {scores.statuses[i]}, "
+            f"reward.max_failure_share={cfg.reward.max_failure_share:g}. The first: "
+            f"status {scores.statuses[i]}, "
             f"{scores.reasons[i]}. Mend the reward or the data, or raise the bound."
         )
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
+from cluster.files import atomic
 from cluster.supervision.remote import get
 from cluster.supervision.supervisor import tell
 from conf.schema import Config
@@ -45,13 +46,12 @@ def load_answers(path: str, tokenizer: Any, cfg: Config) -> Answers:
 
 @ray.remote(num_cpus=0)
 def write_file(file: str, answers: Answers, iteration: int) -> int:
-    """Ray task: write the file beside its place, then rename it. Returns the number of rows."""
+    """Ray task: write the file, which is whole or absent. Returns the number of rows."""
     batch = record(answers, ray.get(answers.tables, timeout=FILES_S), iteration)
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(".partial")
-    pq.write_table(pa.Table.from_batches([batch]), partial)
-    partial.rename(target)
+    with atomic(target) as partial:
+        pq.write_table(pa.Table.from_batches([batch]), partial)
     return batch.num_rows
 
 

@@ -6,7 +6,6 @@ Hugging Face folder, RUN_DIR/model.
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.data.stream import PromptStream
+from cluster.files import write_json
 from conf.schema import Config, ConfigError
 from learner.algorithms import reward_batches
 from learner.algorithms.assemble import read_scores
@@ -129,9 +129,7 @@ def conclude(run: RewardRun, state: State, after: dict[str, Any], setup_s: float
         "after": after,
         "wall_s": round(time.monotonic() - run.launch.started, 1),
     }
-    partial = run_dir / "summary.json.partial"
-    partial.write_text(json.dumps(summary, indent=1) + "\n")
-    partial.rename(run_dir / "summary.json")
+    write_json(run_dir / "summary.json", summary)
     print(
         f"volley: held out: {summary_line(after)}\n"
         f"volley: done in {summary['wall_s']:.0f} s; the model is in {run_dir / 'model'}",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import table
+from conf.table import with_table
 from tests.pages import blocks, dead_links, reachable, rows, section, wide_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,13 @@ def test_the_tests_above_see_what_they_look_for(tmp_path: Path) -> None:
 
 
 def test_configuration_table_is_that_of_the_schema() -> None:
-    assert (DOCS / "configuration.md").read_text().endswith(table())
+    page = (DOCS / "configuration.md").read_text()
+    assert page == with_table(page), "run python -m conf.table"
+
+
+def test_a_page_without_a_place_for_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not contain the line"):
+        with_table("# Settings\n")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

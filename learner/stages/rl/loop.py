@@ -20,6 +20,7 @@ from cluster.connect import store_shortage
 from cluster.monitoring.metrics import flatten
 from cluster.monitoring.progress import Progress
 from cluster.monitoring.stat import Stat
+from cluster.roster import has_reference
 from cluster.stopping import RunError
 from learner import preflight
 from learner.algorithms.assemble import Assembled, assemble
@@ -245,7 +246,6 @@ def build(launch: Launch, state: State, stack: ExitStack) -> RLRun:
     learner = engines.create_learner(cfg)
     generators = engines.create_generators(cfg, policy)
     rewards = RewardClient(cfg, policy.path)
-    has_reference = cfg.algorithm.beta > 0 and cfg.algorithm.kl_placement != "none"
     return RLRun(
         launch=launch,
         cfg=cfg,
@@ -256,7 +256,7 @@ def build(launch: Launch, state: State, stack: ExitStack) -> RLRun:
         data=TrainingData(Sampler(cfg.data, train, cfg.seed), heldout),
         generators=generators,
         rewards=rewards,
-        reference=ReferencePool(cfg, launch.run_dir) if has_reference else None,
+        reference=ReferencePool(cfg, launch.run_dir) if has_reference(cfg) else None,
         rollout_log=RolloutLog(cfg, launch.run_dir / "rollouts", policy.path),
         groups=GroupQueue(cfg, policy, generators, rewards),
     )

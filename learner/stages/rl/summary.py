@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
+from cluster.files import write_json
 from cluster.monitoring.progress import comparison
 from learner.evaluation.measures import RERANK_N
 from learner.stages.rl.run import RLRun
@@ -44,9 +44,7 @@ def conclude(run: RLRun, state: State, after: dict[str, Any], setup_s: float) ->
         "sync_logprob_max_abs_diff": state.worst_mismatch,
         "groups": state.ledger.counts(),
     }
-    partial = run_dir / "summary.json.partial"
-    partial.write_text(json.dumps(summary, indent=1) + "\n")
-    partial.rename(run_dir / "summary.json")
+    write_json(run_dir / "summary.json", summary)
     run.log.close(summary)
     run.rewards.stop()
     if cfg.logging.report:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import CHOICES, Config, ConfigError, get, keys
+from conf.field import Bounds
+from conf.schema import Config, ConfigError
+from conf.settings import bounds, choices, declarations, get, keys, nearest
 from learner.algorithms import parts
 from learner.checks import validate
-from learner.main import CONF, load, nearest, rewrite
+from learner.main import CONF, load, rewrite
 
 ROOT = Path(__file__).parents[3]
 
@@ -335,18 +337,51 @@ def test_short_forms() -> None:
 
 
 def test_names_that_config_repeats_are_those_of_the_code() -> None:
-    """The lists in CHOICES stand there because the modules are slow to import; they must not drift apart."""
-    from learner.algorithms import losses
+    """The schema lists the names, because it imports nothing; the code holds what they stand for."""
+    from actors.data.build import BUILDERS
+    from actors.data.prompt import TEMPLATES
+    from learner.algorithms import losses, parts
 
-    assert set(CHOICES["algorithm.loss"]) == set(losses.LOSSES)
-    assert set(CHOICES["algorithm.normaliser"]) == set(losses.NORMALISERS)
+    for key, registry in (
+        ("algorithm.loss", losses.LOSSES),
+        ("algorithm.data", parts.DATA),
+        ("data.template", TEMPLATES),
+        ("data.kind", [*BUILDERS, "corpus"]),  # the corpus has texts, not prompts
+        ("stage.name", [path.stem for path in (CONF / "stage").glob("*.yaml")]),
+    ):
+        assert set(choices(key)) == set(registry), key
 
 
-def test_choices_and_keys_exist_in_the_schema() -> None:
-    assert set(CHOICES) <= set(keys())
+@pytest.mark.parametrize("key", keys())
+def test_every_setting_is_declared_in_full(key: str) -> None:
+    """A meaning that ends as a sentence does; a default that the choices and bounds allow."""
+    meaning, default = declarations()[key].metadata["help"], get(Config(), key)
+    assert meaning[0].isupper() or meaning.startswith(("auto:", "`"))
+    assert meaning.endswith(".") and "|" not in meaning and len(meaning) > 10
+    assert not choices(key) or default in choices(key)
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        assert bounds(key).violation(default) == ""
+
+
+def test_bounds_say_what_was_expected() -> None:
+    assert [str(b) for b in (Bounds(), Bounds(low=0), Bounds(above=1), Bounds(high=2))] == [
+        "",
+        ">= 0",
+        "> 1",
+        "<= 2",
+    ]
+    share = Bounds(above=0, high=1)
+    assert str(share) == "(0, 1]" and str(Bounds(low=0, below=1)) == "[0, 1)"
+    assert share.violation(0.5) == share.violation(1) == Bounds().violation(float("nan")) == ""
+    assert share.violation(0) == share.violation(float("nan")) == "expected more than 0"
+    assert share.violation(2) == "expected a number in (0, 1], so at most 1"
+    assert Bounds(low=0, below=1).violation(1) == "expected a number in [0, 1), so below 1"
+
+
+def test_a_key_leads_to_its_value_and_a_wrong_one_to_the_nearest() -> None:
     assert get(Config(), "rollout.group_size") == 8
     assert nearest("rollout.grupsize") == "rollout.group_size"
-    assert nearest("zzzzzz") is None
+    assert nearest("zzzzzz") == ""
 
 
 def test_validate_passes_what_divides() -> None:
