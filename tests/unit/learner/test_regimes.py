@@ -36,7 +36,8 @@ def test_threshold_of_alike_can_be_set():
 
 
 def test_shares_of_synthetic_groups_with_known_answer():
-    # Ids 0..9: 4 saturated, 3 learnable, 2 collapsed, 1 scattered; each with one ungraded sample that must not count.
+    # Ids 0..9: 4 saturated, 3 learnable, 2 collapsed, 1 scattered; each with one ungraded sample
+    # that must not count.
     kinds = ["saturated"] * 4 + ["learnable"] * 3 + ["collapsed"] * 2 + ["scattered"]
     answers = {
         "saturated": [1, 1, 1, 1],
