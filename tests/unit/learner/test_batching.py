@@ -1,4 +1,4 @@
-"""Placement: every sample once, whole groups, budgets kept, ranks balanced, equally many micro-batches a rank."""
+"""Placement: every sample once, whole groups, budgets, balanced ranks, equal micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs side by side: the table's numbers worked out by hand, and sweeps that go on where they were and lose nothing."""
+"""The numbers of the comparison, worked out by hand, and sweeps that resume."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_folder_without_finished_runs_is_named(tmp_path: Path) -> None:
         compare.write(tmp_path)
 
 
-# ---- sweeps --------------------------------------------------------------------------------------------------
+# ---- sweeps -------------------------------------------------------------------------------------
 
 
 def test_the_shipped_experiments_are_sweeps_of_comparable_runs() -> None:

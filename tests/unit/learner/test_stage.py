@@ -93,6 +93,12 @@ def try_stage(
         state.version = number
         step(run, state, number)
 
+    def begin(run: Run, state: State) -> None:
+        calls.append("begin")
+        if not state.before:
+            calls.append("measured")
+            state.before = {"pass@1": 0.5}
+
     def save(run: Run, state: State, folder: Path) -> None:
         calls.append(f"save {state.done}")
         (folder / "policy.safetensors").write_bytes(b"x")
@@ -109,7 +115,7 @@ def try_stage(
         ready=lambda run, state, saved: calls.append("ready"),
         rewind=lambda run, state, saved: calls.append(f"rewind to {state.done}, {state.version}"),
         steps=lambda run: run.cfg.steps,
-        begin=lambda run, state: calls.append("begin"),
+        begin=begin,
         step=noted_step,
         between=between,
         save=save,
@@ -127,7 +133,7 @@ def try_stage(
 def test_checkpoints_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
     tried = try_stage(launch(tmp_path, steps=5, every=2))
     assert tried.calls == [
-        "build at 0", "ready", "begin", 1, 2, "save 2", 3, 4, "save 4", 5, "save 5",
+        "build at 0", "ready", "begin", "measured", 1, 2, "save 2", 3, 4, "save 4", 5, "save 5",
         "concluded {'done': 5}",
     ]  # fmt: skip
 
@@ -175,6 +181,7 @@ def test_a_lost_learner_goes_back_to_the_last_checkpoint_or_the_start(
     assert tried.run.learner.revived == [saved] and tried.run.log.rewound == [back_to]
     steps = [c for c in tried.calls if isinstance(c, int)]
     assert steps == [1, 2, 3, *range(back_to + 1, 4)]
+    assert tried.calls.count("measured") == 1, "what was measured before the first step is lost"
     assert f"going on after step {back_to}" in tried.run.progress.notes
 
 
