@@ -1,4 +1,4 @@
-"""What `python -m learner.submit` checks before it sends anything, against a server that answers as Ray's dashboard."""
+"""What `python -m learner.submit` checks before it sends anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ TOKEN = "0123456789abcdef"
 
 
 class Dashboard(BaseHTTPRequestHandler):
-    """`answers`: path -> JSON; `token`: who lacks it gets 401; `asked`: (path, whether a token came along)."""
+    """A server that answers as Ray's dashboard.
+
+    answers: JSON by path. token: requests without it get 401. asked: (path, whether a token came
+    along) of each request.
+    """
 
     answers: dict[str, Any] = {}
     token = ""

@@ -175,7 +175,8 @@ INTERRUPTED = """
 import runpy, signal, sys
 from learner import checks
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test suite in the background of a shell ignores it
+# A shell makes the processes that it runs in the background ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def validate(cfg):
     exec("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)")
