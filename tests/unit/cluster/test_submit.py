@@ -1,4 +1,4 @@
-"""What `python -m learner.submit` checks before it sends anything, against a server that answers as Ray's dashboard."""
+"""`python -m learner.submit` checks all it can before it sends a job to Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ TOKEN = "0123456789abcdef"
 
 
 class Dashboard(BaseHTTPRequestHandler):
-    """`answers`: path -> JSON; `token`: who lacks it gets 401; `asked`: (path, whether a token came along)."""
+    """A server that answers as Ray's dashboard does.
+
+    `answers` maps a path to JSON. A request without `token` gets 401. `asked` lists the requests:
+    (path, whether a token was sent).
+    """
 
     answers: dict[str, Any] = {}
     token = ""

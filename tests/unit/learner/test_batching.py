@@ -1,4 +1,6 @@
-"""Placement: every sample once, whole groups, budgets kept, ranks balanced, equally many micro-batches a rank."""
+"""Placement puts every sample in one place, keeps groups whole, keeps to budgets, balances the
+ranks, and gives each rank equally many micro-batches.
+"""
 
 from __future__ import annotations
 

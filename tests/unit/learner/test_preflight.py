@@ -44,7 +44,7 @@ def error_of(check: Any, *args: Any) -> str:
     return str(caught.value)
 
 
-# ---- the table -----------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def test_all_is_well(cfg: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +80,7 @@ def test_a_start_makes_the_same_checks_without_a_word(
     assert "generator cache 1000000.0 GiB" in error_of(preflight.quick, cfg, tmp_path)
 
 
-# ---- one by one ----------------------------------------------------------------------------------------------
+# ---- one by one ----------------------------------------------------------------------------------
 
 
 def test_memory_says_the_numbers(checks: Preflight, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_token(cfg: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "not asked for" in checks.token() and "can run code" in checks.notes[0]
 
 
-# ---- the model -----------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 def tiny_folder(folder: Path, cfg: Config) -> Path:
@@ -288,7 +288,7 @@ def test_code_of_a_model_is_not_run(cfg: Config, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-# ---- the rewards ---------------------------------------------------------------------------------------------
+# ---- the rewards ---------------------------------------------------------------------------------
 
 
 def sums(cfg: Config, n: int = 3) -> list[Prompt]:
@@ -326,7 +326,8 @@ def test_a_gold_answer_that_cannot_be_graded(cfg: Config) -> None:
 def test_a_reward_of_ones_own(cfg: Config, tmp_path: Path, code: str, words: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {code}\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    {code}\n"
     )
     cfg.reward.rules = {"accuracy": 1.0}
     cfg.reward.options = {"custom": {"accuracy": {"style": "verl", "path": str(file)}}}

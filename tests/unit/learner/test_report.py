@@ -27,21 +27,38 @@ def rollout(
     step: int, prompt_id: str, completion: str, reward: float | None = 1.0, index: int = 0
 ) -> dict:
     return {
-        "step": step, "group_id": 1, "prompt_id": prompt_id, "sample_index": index, "prompt": f"<b>Q {prompt_id}</b>",
-        "completion": completion, "reward": reward, "accuracy": reward, "format": 1.0,
-        "status": "ok" if reward is not None else "timeout", "finish_reason": "stop", "advantage": 0.0, "version": 0,
-    }  # fmt: skip
+        "step": step,
+        "group_id": 1,
+        "prompt_id": prompt_id,
+        "sample_index": index,
+        "prompt": f"<b>Q {prompt_id}</b>",
+        "completion": completion,
+        "reward": reward,
+        "accuracy": reward,
+        "format": 1.0,
+        "status": "ok" if reward is not None else "timeout",
+        "finish_reason": "stop",
+        "advantage": 0.0,
+        "version": 0,
+    }
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     log = MetricLog(tmp_path)
     for step in (1, 2, 3):
-        log.log(step, {
-            "reward": Stat.of([0, step]), "reward/accuracy": step / 4, "response_length": Stat.of([5, 9]),
-            "actor/entropy": math.nan if step == 2 else 0.5, "timing_s/gen": 1.0, "timing_s/update": 2.0,
-            "timing_s/step": 3.1, "regime/learnable": 0.75, "regime/saturated": 0.25,
-        })  # fmt: skip
+        values = {
+            "reward": Stat.of([0, step]),
+            "reward/accuracy": step / 4,
+            "response_length": Stat.of([5, 9]),
+            "actor/entropy": math.nan if step == 2 else 0.5,
+            "timing_s/gen": 1.0,
+            "timing_s/update": 2.0,
+            "timing_s/step": 3.1,
+            "regime/learnable": 0.75,
+            "regime/saturated": 0.25,
+        }
+        log.log(step, values)
     log.close()
     before = {"pass@1": 0.3, "pass@8": 0.9, "maj@8": 0.4, "format": 0.8, "length": 12.0}
     after = before | {"pass@1": 0.925, "length": 24.0}
@@ -124,8 +141,12 @@ def test_null_is_a_gap_not_a_zero(run_dir: Path) -> None:
     assert steps == [1, 2, 3] and values[0] == 0.5 and math.isnan(values[1])
     titles = {axis.get_title() for axis in report.figure(rows).axes if axis.get_visible()}
     assert titles == {
-        "Reward and accuracy", "Answer length", "Entropy and KL", "Wall time of a step", "Groups by regime"
-    }  # fmt: skip
+        "Reward and accuracy",
+        "Answer length",
+        "Entropy and KL",
+        "Wall time of a step",
+        "Groups by regime",
+    }
 
 
 def test_a_run_that_goes_on_or_kept_no_rollouts_still_reports(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ from conf.schema import Config
 from learner import run
 
 end, stopping.STOP_S, run.attempt = stopping._end, 0.5, lambda *_: int(sys.argv[1])
-stopping._end = lambda *a: time.sleep(60) if threading.current_thread() is threading.main_thread() else end(*a)
+in_main = lambda: threading.current_thread() is threading.main_thread()
+stopping._end = lambda *a: time.sleep(60) if in_main() else end(*a)
 raise SystemExit(run.execute(Config()))
 """
 
@@ -169,7 +170,8 @@ INTERRUPTED = """
 import runpy, signal, sys
 from learner import checks
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test suite in the background of a shell ignores it
+# A test suite that a shell runs in the background ignores SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def validate(cfg):
     exec("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)")
