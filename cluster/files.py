@@ -18,7 +18,7 @@ SUFFIX = ".partial"  # cluster/stopping.py removes what a killed process left un
 
 @contextmanager
 def atomic(target: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `target`, at which the caller writes a file or folder.
+    """Yield a temporary path in the folder of `target`, where the caller writes a file or folder.
 
     When the block ends, the temporary path is renamed to `target` and replaces what was there. When
     the block raises, the temporary path is removed and `target` is left as it was. The temporary

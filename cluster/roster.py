@@ -1,14 +1,17 @@
-"""The actors of a run by role: the one list that placement, the memory plan and metrics follow. Pure."""
+"""The roles of a run: the one list of its actors. Pure.
+
+Placement (cluster/placement.py), the memory plan (cluster/plan.py), the checks before a run and the
+metrics of restarts follow from this list. Nothing else works out which actors a run has.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from conf.schema import Config
+from conf.schema import Config
 
-# Every role that a run may have, and what it is called in the description of its metrics.
+# Every role that a run may have, and the words for it in the description of its metrics.
 ROLES = {
     "generator": "generators",
     "learner": "the learner, all its ranks,",
@@ -18,13 +21,14 @@ ROLES = {
     "reward_model": "reward models",
     "reward_learner": "the ranks that train a reward model",
 }
-UNPLACED = ("rollout_writer",)  # reserves nothing
-REWARDS_CPUS = 0.5  # of the actor in front of the scoring processes, which have CPUs of their own
+# The roles whose actors reserve CPUs, GPUs or other resources of Ray.
+PLACED = tuple(name for name in ROLES if name != "rollout_writer")
+REWARDS_CPUS = 0.5  # of the reward service's actor; its scoring processes reserve nothing
 
 
 @dataclass(frozen=True)
 class Role:
-    """`count` actors of one kind; `cpus` and `gpus` are Ray's logical ones, for one actor."""
+    """`count` actors of one kind, each with `cpus` and `gpus`, which are Ray's logical ones."""
 
     name: str
     count: int
@@ -33,44 +37,50 @@ class Role:
 
 
 def roster(cfg: Config) -> tuple[Role, ...]:
-    """The roles of a run that have at least one actor."""
-    samples, lr, rm = cfg.generates, cfg.learner, cfg.reward_model
-    holds_policy = samples or cfg.stage.trains == "policy"
+    """Return the roles of a run that have at least one actor, in the order of their placement.
+
+    A run that samples the policy has learner ranks even if it does not train the policy, because
+    the generators receive its weights from them.
+    """
+    ranks, samples = cfg.learner.ranks, cfg.generates
+    has_learner = samples or cfg.stage.trains == "policy"
+    has_reward_models = samples and bool(cfg.reward.models)
+    logs_rollouts = cfg.stage.evaluates and cfg.logging.rollouts != 0
     roles = (
-        Role("learner", lr.ranks * holds_policy, lr.cpus, lr.gpus),
-        Role("reward_learner", lr.ranks * trains_reward_model(cfg), lr.cpus, lr.gpus),
-        Role("reward_model", rm.count * bool(samples and cfg.reward.models), rm.cpus, rm.gpus),
-        Role("generator", cfg.generator.count * samples, cfg.generator.cpus, cfg.generator.gpus),
-        Role(
-            "reference",
-            cfg.reference.count * has_reference(cfg),
-            cfg.reference.cpus,
-            cfg.reference.gpus,
-        ),
-        Role("rewards", int(samples), REWARDS_CPUS),
-        Role("rollout_writer", int(cfg.stage.evaluates and cfg.logging.rollouts != 0)),
+        _role("learner", ranks if has_learner else 0, cfg.learner),
+        _role("reward_learner", ranks if trains_reward_model(cfg) else 0, cfg.learner),
+        _role("reward_model", cfg.reward_model.count if has_reward_models else 0, cfg.reward_model),
+        _role("generator", cfg.generator.count if samples else 0, cfg.generator),
+        _role("reference", cfg.reference.count if has_reference(cfg) else 0, cfg.reference),
+        Role("rewards", 1 if samples else 0, REWARDS_CPUS),
+        Role("rollout_writer", 1 if logs_rollouts else 0),
     )
     return tuple(role for role in roles if role.count)
 
 
 def count(cfg: Config, name: str) -> int:
-    """How many actors of a role the run has."""
+    """Return the number of actors that a role has in a run."""
     return next((role.count for role in roster(cfg) if role.name == name), 0)
 
 
 def has_reference(cfg: Config) -> bool:
-    """Whether a KL term compares the trained policy with a frozen reference."""
-    a, stage = cfg.algorithm, cfg.stage
-    trains = stage.trains == "policy" and stage.answers != "corpus"
-    return trains and a.beta > 0 and a.kl_placement != "none"
+    """Return whether a KL term compares the trained policy with a frozen reference."""
+    trains_on_answers = cfg.stage.trains == "policy" and cfg.stage.answers != "corpus"
+    has_kl_term = cfg.algorithm.beta > 0 and cfg.algorithm.kl_placement != "none"
+    return trains_on_answers and has_kl_term
 
 
 def refreshes_reward_model(cfg: Config) -> bool:
-    """Whether reinforcement learning trains one of its reward models again on the way."""
+    """Return whether RL trains one of its reward models again as the policy changes."""
     rm = cfg.reward_model
-    return bool(rm.refresh and (rm.every or rm.initial))
+    return bool(rm.refresh) and (rm.every > 0 or rm.initial)
 
 
 def trains_reward_model(cfg: Config) -> bool:
-    """Whether there are ranks that train a reward model."""
+    """Return whether a run has ranks that train a reward model."""
     return cfg.stage.trains == "reward_model" or refreshes_reward_model(cfg)
+
+
+def _role(name: str, number: int, settings: Any) -> Role:
+    """`settings`: the group of settings that holds the role's `cpus` and `gpus`."""
+    return Role(name, number, settings.cpus, settings.gpus)

@@ -1,10 +1,9 @@
-"""How a run stops: what SIGTERM asks for, and the cleaning up after which nothing of the run is left."""
+"""How a run stops: what SIGTERM asks for, and the clean-up that leaves nothing of it behind."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -14,100 +13,123 @@ from pathlib import Path
 
 import psutil
 
-STOP_S = 11.0  # a run that was interrupted, or is done, is gone after this, whatever hangs
-# What the semaphores of this run's reward workers are called: nothing else tells whose they are once their maker and
-# Python's own cleaner have been killed, as Ray does when it ends.
+from cluster import files
+
+STOP_S = 11.0  # a run that was interrupted or is done has ended after this time, whatever hangs
+RAY_END_S = 3.0  # that processes have to end by themselves once Ray has shut down
+KILL_S = 2.0  # that killed processes have to disappear
+# Name of the semaphores of this run's reward workers. When Ray ends, it kills both their maker and
+# Python's own cleaner of semaphores; then nothing but the name tells whose they are.
 SEMAPHORES = f"volley-{uuid.uuid4().hex}"
-PARTIAL_FOLDERS = (
-    "",
-    "checkpoints",
-    "rollouts",
-)  # below the run's folder: where half-written files may lie
+SHARED_MEMORY = Path("/dev/shm")  # of Linux
+# Folders in the run's folder where incomplete files may lie (cluster/files.py).
+PARTIAL_FOLDERS = ("", "checkpoints", "rollouts")
 
 
 class RunError(RuntimeError):
-    """The run cannot go on; the message is for the user and says what to do."""
+    """The run cannot go on. The message is for the user and says what to do."""
 
 
 class Stopping(threading.Event):
-    """Set by SIGTERM. While `gently` the trainer is in its loop and ends after the step, with a checkpoint; at any
-    other time there is nothing to save, and everything ends at once."""
+    """An event that SIGTERM sets.
+
+    gently: whether the run is in its loop of steps. SIGTERM then lets the step end and write a
+        checkpoint. At any other time there is nothing to save, and SIGTERM ends the run at once.
+    run_dir: the folder to clean up, once it is known.
+    """
 
     gently = False
     run_dir: Path | None = None
 
 
 def close(run_dir: Path | None, status: int) -> None:
-    """End the local cluster (half-started ones too) and whatever our actors started themselves. Where that takes too
-    long it is cut short, with the run's own exit status: a run that is done stays done."""
+    """End the local cluster and every process that the run has started, and remove their remains.
+
+    A cluster whose start was interrupted is ended too. If this takes longer than STOP_S, it is cut
+    short and the process exits with the run's own `status`, so that a finished run stays finished.
+    """
     ignore_signals()
-    limit = _force_exit_after(STOP_S, run_dir, status)
+    timer = exit_after(STOP_S, run_dir, status)
     children = psutil.Process().children(recursive=True)
-    shared = _shared_files(children)
+    shared = shared_files(children)
     ray = sys.modules.get("ray")
     connected = ray is not None and ray.is_initialized()
     if connected:
         ray.shutdown()
-    _end(children, shared, run_dir, 3.0 if connected else 0.0)
-    limit.cancel()
+    end_processes(children, shared, run_dir, RAY_END_S if connected else 0.0)
+    timer.cancel()
 
 
-def _end(
+def end_processes(
     processes: list[psutil.Process], shared: set[str], run_dir: Path | None, grace_s: float
 ) -> None:
-    """Kill what has not ended within `grace_s`, then remove what nobody is left to remove."""
+    """Kill the processes that have not ended within `grace_s` seconds, and remove their remains.
+
+    shared: files in /dev/shm that they use. run_dir: where incomplete files are removed.
+    """
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    shared = shared | _shared_files(alive)
+    shared = shared | shared_files(alive)
     for process in alive:
-        with suppress(psutil.NoSuchProcess):  # gone with its parent, a moment ago
+        with suppress(psutil.NoSuchProcess):  # it has just ended with its parent
             process.kill()
-    psutil.wait_procs(alive, timeout=2.0)
-    for file in {*map(Path, shared), *Path("/dev/shm").glob(f"sem.{SEMAPHORES}-*")}:
+    psutil.wait_procs(alive, timeout=KILL_S)
+    for file in {*map(Path, shared), *SHARED_MEMORY.glob(f"sem.{SEMAPHORES}-*")}:
         file.unlink(missing_ok=True)
-    for beside in (
-        ()
-        if run_dir is None
-        else (p for d in PARTIAL_FOLDERS for p in (run_dir / d).glob("*.partial"))
-    ):
-        shutil.rmtree(beside) if beside.is_dir() else beside.unlink()
+    if run_dir is None:
+        return
+    for folder in PARTIAL_FOLDERS:
+        for partial in (run_dir / folder).glob(f"*{files.SUFFIX}"):
+            files.remove(partial)
 
 
-def _shared_files(processes: list[psutil.Process]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped: semaphores outlive whoever is killed (Linux).
+def shared_files(processes: list[psutil.Process]) -> set[str]:
+    """Return the files in /dev/shm that these processes have mapped (Linux).
 
-    By inode, since a process that made a semaphore has it mapped under a first name that is gone (sem_open)."""
+    They include semaphores, which remain when a process is killed. Files are compared by inode,
+    because the process that makes a semaphore (sem_open) maps it under a first name, which it then
+    removes.
+    """
     inodes: set[int] = set()
     for process in processes:
-        with suppress(OSError):  # gone, or no /proc
+        with suppress(OSError):  # the process has ended, or the system has no /proc
             maps = Path(f"/proc/{process.pid}/maps").read_text()
             inodes |= {int(i) for i in re.findall(r" (\d+) +/dev/shm/", maps)}
-    found: set[str] = set()
-    for file in Path("/dev/shm").iterdir() if inodes else ():
+    if not inodes:
+        return set()
+    mapped: set[str] = set()
+    for file in SHARED_MEMORY.iterdir():
         with suppress(FileNotFoundError):
             if file.stat().st_ino in inodes:
-                found.add(str(file))
-    return found
+                mapped.add(str(file))
+    return mapped
 
 
 def ignore_signals() -> None:
-    """The cleaning up must not be interrupted; it has a deadline of its own."""
+    """Ignore SIGINT and SIGTERM, so that they do not interrupt the clean-up. It has a deadline."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def terminate(stopping: Stopping) -> None:
-    """SIGTERM: the trainer ends after its step, with a checkpoint; where that takes too long, without one."""
+    """Handle SIGTERM: let the run end after its step, with a checkpoint.
+
+    If that takes longer than STOP_S, the process exits without a checkpoint. Raises
+    KeyboardInterrupt if no step is going on, or if SIGTERM comes a second time.
+    """
     if stopping.is_set() or not stopping.gently:
         raise KeyboardInterrupt
     stopping.set()
     print("volley: SIGTERM: ending after this step", file=sys.stderr, flush=True)
-    _force_exit_after(STOP_S, stopping.run_dir)
+    exit_after(STOP_S, stopping.run_dir)
 
 
-def _force_exit_after(seconds: float, run_dir: Path | None, status: int = 130) -> threading.Timer:
+def exit_after(seconds: float, run_dir: Path | None, status: int = 130) -> threading.Timer:
+    """Start a timer that kills the children of this process, removes their remains and exits with
+    `status`. Cancel the timer to prevent it."""
+
     def end() -> None:
         children = psutil.Process().children(recursive=True)
-        _end(children, _shared_files(children), run_dir, 0.0)
+        end_processes(children, shared_files(children), run_dir, 0.0)
         os._exit(status)
 
     timer = threading.Timer(seconds, end)

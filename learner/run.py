@@ -94,11 +94,11 @@ def attempt(cfg: Config, stopping: Stopping) -> int:
         if not cfg.preflight:
             stopping.run_dir = run_dir  # a check cleans nothing up there: a run may be going on
             print(f"volley: {cfg.experiment} -> {run_dir}", flush=True)
-        from learner import preflight  # a second or two, hence after the first line
+        from learner.preflight import table  # a second or two, hence after the first line
 
         if cfg.preflight:
-            return preflight.report(cfg, run_dir)
-        for note in preflight.quick(cfg, run_dir):
+            return table.report(cfg, run_dir)
+        for note in table.quick(cfg, run_dir):
             print(f"volley: note: {note}", flush=True)
         store = checkpoint.open_store(cfg, run_dir)
         saved = resume.find(cfg, run_dir, store)

@@ -1,4 +1,4 @@
-"""Joins the rewards of the rules with the scores of the reward models. Pure functions of records."""
+"""Joins the rewards of the rules with the scores of the reward models. Pure functions."""
 
 from __future__ import annotations
 

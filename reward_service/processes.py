@@ -30,7 +30,7 @@ from reward_service.rules.item import RewardItem, RewardResult
 DEPTH = 2  # items given to a worker at a time: the one it scores, and one that waits in its pipe
 # Attempts at an item whose worker dies without being killed by the pool.
 MAX_DEATHS = 3
-# The pool starts one more worker per BURST waiting items, and wakes the dispatcher every BURST items.
+# One more worker is started per BURST waiting items; the dispatcher is woken every BURST items.
 BURST = 16
 TICK = 0.2  # seconds between checks of the lanes while no event arrives
 GRACE = (
@@ -106,7 +106,8 @@ class RewardPool:
         self.timeout_s = float(self.cfg.get("timeout_s", 10.0))
         if workers < 1 or not 0 < self.timeout_s < math.inf:
             raise ValueError(
-                f"reward.workers={workers}, reward.timeout_s={self.timeout_s}: both must be positive"
+                f"reward.workers={workers}, reward.timeout_s={self.timeout_s}: "
+                "both must be positive"
             )
         self.max_workers, self.start_timeout_s, self.idle_s = workers, start_timeout_s, idle_s
         self.counts: Counter[str] = Counter()
@@ -218,7 +219,7 @@ class RewardPool:
             self._lanes.append(_Lane(self.cfg, self._context, self._events))
 
     def _receive(self, lane: _Lane, future: Future) -> None:
-        """Handles the end of one task of a lane: a result, a timeout, an error, or a dead worker."""
+        """Handles the end of a task of a lane: a result, a timeout, an error, or a dead worker."""
         lane.since, error = time.monotonic(), future.exception()
         if isinstance(error, ProcessExpired | BrokenProcessPool):
             self._replace_lane(lane, lane.jobs.get(future), error)
@@ -274,7 +275,8 @@ class RewardPool:
                 self._fail(
                     head,
                     "error",
-                    f"the worker process died {head.deaths} times while scoring this item ({cause})",
+                    f"the worker process died {head.deaths} times while scoring this item "
+                    f"({cause})",
                 )
         self._queue.extendleft(reversed(jobs))
 

@@ -1,4 +1,4 @@
-"""Items as rows of JSON: what the command line reads from files and the HTTP service from requests."""
+"""Items as JSON: rows of a file for the command line, and the body of an HTTP request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def item_of(row: Any, where: str, number: int = 0) -> RewardItem:
     for column in ("completion", "gold"):
         if column not in row:
             raise ValueError(
-                f"{where}: column {column!r} is missing; it has {', '.join(map(repr, row)) or 'none'}"
+                f"{where}: column {column!r} is missing; "
+                f"it has {', '.join(map(repr, row)) or 'none'}"
             )
     for column, kind in _FIELDS.items():
         if row.get(column) is not None and not isinstance(row[column], kind):
@@ -78,7 +79,7 @@ def read_items(path: Path) -> Iterator[RewardItem]:
 
 
 def result_row(item: RewardItem, result: RewardResult) -> dict[str, Any]:
-    """The fields that `grade` prints and `serve` sends. Accuracy is null if it was not determined."""
+    """The fields that `grade` prints and `serve` sends; accuracy is null if undetermined."""
     return {
         "id": item.id,
         "accuracy": result.parts.get("accuracy"),

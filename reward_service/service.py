@@ -1,4 +1,7 @@
-"""The reward service: takes rollouts and returns rewards. A plain class that the caller runs as an actor."""
+"""The reward service: takes rollouts and returns rewards.
+
+It is a plain class, which the reward client runs as a Ray actor.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ class RewardService:
         ).to_pylist()
         if missing := sorted({row["prompt_id"] for row in rows} - set(by_id)):
             raise KeyError(
-                f"rollouts name {len(missing)} prompt_ids that were not passed, such as {missing[0]!r}"
+                f"rollouts name {len(missing)} prompt_ids that were not passed, "
+                f"such as {missing[0]!r}"
             )
         texts = self.tokenizer.batch_decode(
             [row["completion_ids"] for row in rows],
@@ -122,7 +126,7 @@ class RewardService:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counts by status, worker deaths and kills, and one example (text) of each status but ok."""
+        """Counts by status, worker deaths and kills; one example (text) of each status but ok."""
         return self.pool.report()
 
     def close(self) -> None:

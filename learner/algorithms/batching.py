@@ -1,7 +1,8 @@
 """Which sample goes to which optimizer step, rank and micro-batch: pure arithmetic on lengths.
 
-The plan changes no gradient (every token's weight is fixed for the whole optimizer step before), only the work:
-ranks carry nearly equal numbers of tokens, and a micro-batch holds at most `budget` padded tokens.
+The placement changes no gradient, because the weight of every token is fixed for the whole
+optimizer step before. It only divides the work: ranks get nearly equal numbers of tokens, and a
+micro-batch holds at most `budget` padded tokens.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ class BatchingError(ValueError):
 
 @dataclass(frozen=True)
 class Placement:
-    """int64 [N] each: optimizer step, rank and micro-batch of every sample; `micro_batches[u]` of each rank."""
+    """Where each of N samples goes."""
 
-    update: np.ndarray
-    rank: np.ndarray
-    micro_batch: np.ndarray
-    micro_batches: tuple[int, ...]
+    update: np.ndarray  # int64 [N]: index of the optimizer step
+    rank: np.ndarray  # int64 [N]
+    micro_batch: np.ndarray  # int64 [N]: index within the optimizer step and the rank
+    micro_batches: tuple[int, ...]  # per optimizer step: number of micro-batches of each rank
 
 
 def place(
     lengths: np.ndarray, groups: np.ndarray, updates: int, ranks: int, budget: int
 ) -> Placement:
-    """Place samples of `lengths` (int [N], prompt + completion tokens) and `groups` (ids [N], contiguous).
+    """Place samples of `lengths` (int [N], prompt + completion tokens) and `groups` (ids [N]).
 
-    Whole groups go to optimizer steps in their order, as evenly as can be. All ranks get the same number of
-    micro-batches (some may be empty), because every backward pass is a collective under ZeRO.
-    Raises BatchingError when one sample alone is over `budget` or there are fewer groups than updates.
+    The samples of a group must be contiguous. Whole groups go to `updates` optimizer steps in
+    their order, as evenly as possible. All ranks get the same number of micro-batches (some may be
+    empty), because every backward pass is a collective under ZeRO. Raises BatchingError when one
+    sample is longer than `budget` tokens or there are fewer groups than updates.
     """
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) and lengths.max() > budget:
@@ -57,17 +59,21 @@ def place(
     for u in range(updates):
         members = np.flatnonzero(update == u)
         rank[members] = balance(lengths[members], ranks)
-        used = 0
+        count = 1
         for r in range(ranks):
-            mine = members[rank[members] == r]
-            micro[mine] = pack(lengths[mine], budget)
-            used = max(used, int(micro[mine].max()) + 1 if len(mine) else 0)
-        counts.append(max(used, 1))
+            of_rank = members[rank[members] == r]
+            micro[of_rank] = pack(lengths[of_rank], budget)
+            if len(of_rank):
+                count = max(count, int(micro[of_rank].max()) + 1)
+        counts.append(count)
     return Placement(update, rank, micro, tuple(counts))
 
 
 def balance(lengths: np.ndarray, ranks: int) -> np.ndarray:
-    """int64 [N]: rank of each sample, longest first to the rank with the fewest tokens (ties: lowest rank)."""
+    """int64 [N]: rank of each sample.
+
+    Samples are assigned from the longest to the shortest, each to the rank with the fewest tokens
+    so far (ties: to the lowest rank)."""
     rank = np.zeros(len(lengths), np.int64)
     load = np.zeros(ranks, np.int64)
     for i in np.argsort(-lengths, kind="stable"):

@@ -165,8 +165,7 @@ def policy_loss(
     logprobs: [B, T], requires grad.
     old_logprobs: [B, T]; None stands for the policy itself, detached.
     advantages: [B] or [B, T].
-    weights: [B] from `sample_weights`.
-    mask: [B, T], 1 for tokens that count.
+    weights: [B] from `sample_weights`. mask: [B, T], 1 for tokens that count.
     ref_logprobs, entropy, behaviour_logprobs: [B, T].
 
     Each row holds one whole answer. Values under mask 0 and in rows of weight 0 may be anything,
@@ -174,6 +173,9 @@ def policy_loss(
 
     Raises ValueError for an unknown cfg.loss, or if an input that cfg needs is missing.
     """
+    if cfg.loss not in LOSSES:
+        expected = f"expected one of {', '.join(LOSSES)}"
+        raise ValueError(f"algorithm.loss={cfg.loss!r} is not known here: {expected}")
     keep = _trained(mask, weights)
     mask = keep.to(logprobs.dtype)
     logprobs = _clean(logprobs, keep)
@@ -181,10 +183,6 @@ def policy_loss(
     adv = advantages.to(logprobs.dtype)
     adv = _clean(adv[:, None].expand_as(logprobs) if adv.dim() == 1 else adv, keep)
     stats: Stats = {}
-    if cfg.loss not in LOSSES:
-        raise ValueError(
-            f"algorithm.loss={cfg.loss!r} is not known here: expected one of {', '.join(LOSSES)}"
-        )
     per_token = LOSSES[cfg.loss](cfg, logprobs, old, adv, mask, stats)
     if cfg.tis_cap is not None:
         behaviour = _required(behaviour_logprobs, "behaviour_logprobs", "tis_cap")

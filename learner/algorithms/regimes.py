@@ -1,13 +1,13 @@
-"""The arrow picture: what kind of volley a group is, what to do with the dead ones, and which prompts to draw next.
-Pure.
+"""Regimes of groups, and what is done with dead groups. Pure.
 
-G answers are G arrows. Accuracy says whether they hit, the diversity of extracted answers whether they land together:
+The regime says what a group of sampled answers can teach. Accuracy says whether they are correct,
+the diversity of the extracted answers whether they agree:
 
-- saturated: all right. Finished, nothing to learn.
-- learnable: some right. The strongest signal.
-- collapsed: all wrong, alike. Needs exploration.
-- scattered: all wrong, apart. May turn learnable.
-- undetermined: fewer than two graded answers.
+- saturated: all are correct. Nothing is left to learn.
+- learnable: some are correct. The strongest signal.
+- collapsed: all are wrong and most agree. The policy must explore.
+- scattered: all are wrong and they differ. The group may become learnable.
+- undetermined: fewer than two answers are graded.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ FILTERS = ("none", "skip_dead", "down_weight", "resample")
 
 
 def plurality_share(extracted: Sequence[str]) -> float:
-    """Share of the most frequent answer, in (0, 1]; "" (no answer found) counts as one answer like any other."""
+    """Share of the most frequent answer, in (0, 1]; "" (nothing extracted) counts as an answer."""
     return max(Counter(extracted).values()) / len(extracted)
 
 
 def classify(correct: Sequence[float], extracted: Sequence[str], alike: float = 0.5) -> str:
-    """Regime of one group from its graded answers: ``correct`` 1 = right; ``alike``: plurality share from which answers
-    are alike.
+    """Regime of one group from its graded answers.
 
-    Callers leave out answers whose reward status is not ok. Raises ValueError when lengths differ."""
+    ``correct``: 1 where an answer is correct; ``alike``: plurality share from which wrong answers
+    count as collapsed. Callers leave out answers whose reward status is not ok. Raises ValueError
+    when lengths differ."""
     if len(correct) != len(extracted):
         raise ValueError(
             f"a group has {len(correct)} grades but {len(extracted)} extracted answers"
         )
     if len(correct) < 2:
         return UNDETERMINED
-    right = sum(c >= 1 for c in correct)
-    if right:
-        return SATURATED if right == len(correct) else LEARNABLE
+    number_correct = sum(c >= 1 for c in correct)
+    if number_correct:
+        return SATURATED if number_correct == len(correct) else LEARNABLE
     return COLLAPSED if plurality_share(extracted) >= alike else SCATTERED
 
 
@@ -58,7 +59,9 @@ def classify_all(
     valid: np.ndarray,
     alike: float = 0.5,
 ) -> dict[int, str]:
-    """Regime by group id, in order of id. Per-sample arrays [N]; invalid samples are left out, groups are not."""
+    """Regime by group id, in order of id.
+
+    Arrays have one entry per sample, [N]. Invalid samples are left out; their groups are not."""
     members: dict[int, list[int]] = {int(g): [] for g in np.unique(np.asarray(groups))}
     for i in np.flatnonzero(np.asarray(valid, dtype=bool)):
         members[int(groups[i])].append(int(i))
@@ -69,22 +72,22 @@ def classify_all(
 
 
 def shares(regimes: Mapping[int, str]) -> dict[str, float]:
-    """Share of groups in each regime, groups over groups; they sum to 1 (empty input: no entries)."""
+    """Share of the groups in each regime. The shares sum to 1; without groups there are none."""
     counts = Counter(regimes.values())
     return {name: counts[name] / len(regimes) for name in REGIMES} if regimes else {}
 
 
-# -- dead groups -------------------------------------------------------------------------------------------------------
+# -- dead groups -----------------------------------------------------------------------------------
 
 
 def group_factors(kind: str, alive: np.ndarray, dead_weight: float = 0.1) -> np.ndarray:
-    """Factor float64 [G] of each group in the loss; 0 = the group is left out whole (and counted as filtered, reason
-    "dead").
+    """Factor float64 [G] of each group in the loss; a group with factor 0 is left out.
 
-    ``alive`` bool [G] is `advantages.group_stats(...).alive`. A dead group has no advantage but costs a forward and
-    backward pass and enters the normaliser; with beta > 0 it still pulls towards the reference. ``kind``:
-    algorithm.filter. `resample` leaves dead groups out as `skip_dead` does, and `groups_to_draw` replaces them. Raises
-    ValueError for an unknown kind."""
+    ``kind``: algorithm.filter; ``alive`` bool [G]: `advantages.group_stats(...).alive`. A dead
+    group has advantage 0, but it costs a forward and backward pass and enters the normaliser; with
+    a KL term in the loss it still pulls the policy towards the reference. `resample` leaves dead
+    groups out as `skip_dead` does, and `groups_to_draw` replaces them. A group that is left out
+    counts as filtered for the reason "dead". Raises ValueError for an unknown kind."""
     if kind not in FILTERS:
         raise ValueError(
             f"algorithm.filter={kind!r} is not known: expected one of {', '.join(FILTERS)}"
@@ -93,16 +96,17 @@ def group_factors(kind: str, alive: np.ndarray, dead_weight: float = 0.1) -> np.
     return np.where(np.asarray(alive, dtype=bool), 1.0, dead)
 
 
-def groups_to_draw(wanted: int, alive: int, finished: int, in_flight: int, limit: int) -> int:
-    """Dynamic sampling (DAPO section 3.2), bounded: how many more groups to start now so that ``wanted`` alive ones
-    come together.
+def groups_to_draw(target: int, alive: int, finished: int, in_flight: int, limit: int) -> int:
+    """How many more groups to start so that ``target`` groups are alive: DAPO's dynamic sampling.
 
-    ``alive`` of the ``finished`` groups are alive; those in flight are expected to be so at the same rate (Laplace:
-    never 0). finished + in_flight never passes ``limit``; 0 with nothing in flight means: train on what is there.
-    What comes alive beyond ``wanted`` is trained on as well, at once: kept for the next step it would be off-policy,
-    thrown away it would be lost."""
+    2503.14476, section 3.2, with a bound. ``alive`` of the ``finished`` groups are alive. Groups in
+    flight are expected to be alive at the same rate, with Laplace's correction so that the rate is
+    never 0. finished + in_flight never exceeds ``limit``; a result of 0 with nothing in flight
+    means that the step trains on the groups it has. Alive groups beyond ``target`` are trained on
+    in the same step: kept for the next one they would be off-policy, and dropped they would be
+    wasted."""
     rate = (alive + 1) / (finished + 2)
-    missing = wanted - alive - in_flight * rate
-    if alive >= wanted or missing <= 0:
+    missing = target - alive - in_flight * rate
+    if alive >= target or missing <= 0:
         return 0
     return max(0, min(int(np.ceil(missing / rate)), limit - finished - in_flight))

@@ -9,7 +9,8 @@ from typing import Any
 def learning_rate(cfg: Any, step: int, total: int) -> float:
     """Learning rate of optimizer step `step` (0-based) of `total`, per OptimizerConfig `cfg`.
 
-    Linear warm-up over `warmup_steps` (step 0 already moves: lr / warmup_steps), then constant, or a cosine to 0.
+    Linear warm-up over `warmup_steps`, from lr / warmup_steps at step 0 to lr, then constant or a
+    cosine to 0.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps

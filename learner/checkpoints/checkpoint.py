@@ -1,6 +1,7 @@
 """A checkpoint is a transaction: written to a temporary folder, checksummed, fsynced and renamed.
 
-    RUN_DIR/checkpoints/step_00012/   policy.safetensors  critic.safetensors  trainer.json  manifest.json
+    RUN_DIR/checkpoints/step_00012/
+        policy.safetensors  critic.safetensors  trainer.json  manifest.json
 
 Only after that may an older checkpoint be removed. A checkpoint without a manifest, or whose files
 do not match it, is refused by name, and the one before it is used (DESIGN invariant 7). Tensors
@@ -143,7 +144,7 @@ class Store:
             raise OSError(f"{self.shown(partial.stem)}: {type(error).__name__}: {error}") from error
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, its manifest first: a removal cut short leaves no valid checkpoint."""
+        """Remove a checkpoint, its manifest first, so that a removal cut short leaves none."""
         folder = f"{self.root}/step_{step:05d}"
         if self.fs.exists(f"{folder}/{MANIFEST}"):
             self.fs.rm_file(f"{folder}/{MANIFEST}")

@@ -1,4 +1,4 @@
-"""Which settings may differ between the run that wrote a checkpoint and the run that resumes from it.
+"""Which settings may differ between the run that wrote a checkpoint and the run that resumes it.
 
 The settings are saved in each checkpoint and as config.yaml in the run's folder. Pure.
 """

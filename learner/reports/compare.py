@@ -1,9 +1,10 @@
-"""Finished runs side by side: `python -m learner.reports.compare FOLDER` writes FOLDER/comparison.md and FOLDER/comparison.png.
+"""Comparison of finished runs, as FOLDER/comparison.md and FOLDER/comparison.png.
 
-FOLDER holds runs named LABEL-seedN (experiment=compare_algorithms makes such a one); runs of one label are averaged.
-Samples are the answers of the groups that a run has trained on or filtered; accuracy is held-out pass@1. A spread is
-the standard deviation over seeds (divided by their number less one). How fast: the samples of the first evaluation at
-or above the highest multiple of 0.05 that every run reached.
+`python -m learner.reports.compare FOLDER` writes them. FOLDER holds runs named LABEL-seedN, as
+experiment=compare_algorithms makes them; runs with one label are averaged. Samples are the answers
+of the groups that a run has trained on or filtered, and accuracy is held-out pass@1. A spread is
+the sample standard deviation over seeds. The speed of a run is its number of samples at the first
+evaluation at or above the highest multiple of 0.05 that every run reached.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from cluster.files import atomic, write_text
 from cluster.monitoring.sinks import read
 from cluster.monitoring.stat import MetricError
 
-STEP = 0.05  # of accuracies that samples are counted to
+STEP = 0.05  # the accuracy at which samples are counted is a multiple of this
 HEADER = (
     "",
     "runs",
@@ -37,26 +38,27 @@ HEADER = (
     "learner tokens",
     "minutes",
 )
-SHOWN = ("", "runs", "pass@1 after", "maj@8 after", "samples", "learner tokens")
+# The columns that a terminal has room for.
+IN_TERMINAL = ("", "runs", "pass@1 after", "maj@8 after", "samples", "learner tokens")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run. `curve`: (samples, held-out pass@1) of each evaluation, in order; `judged`: (samples, mean
-    score of the reward model, gold accuracy) of each step's training answers, where there is such a model."""
+    """One finished run."""
 
     label: str
-    summary: dict[str, Any]
-    curve: tuple[tuple[float, float], ...]
+    summary: dict[str, Any]  # the content of summary.json
+    curve: tuple[tuple[float, float], ...]  # (samples, held-out pass@1) of each evaluation
     samples: float
-    learner_tokens: (
-        float | None
-    )  # prompt and completion tokens that the learner trained on; None: not measured
+    # Prompt and completion tokens that the learner trained on; None where it was not measured.
+    learner_tokens: float | None
+    # (samples, mean score of the reward model, gold accuracy) of each step's training answers;
+    # empty where rewards came from no model.
     judged: tuple[tuple[float, float, float], ...] = ()
 
 
 def load(folder: Path) -> Run:
-    """Raises MetricError or OSError where the folder holds no finished run."""
+    """Read one run. Raises MetricError or OSError where the folder holds no finished run."""
     summary = json.loads((folder / "summary.json").read_text())
     size = yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["group_size"]
     _, rows = read(folder / "metrics.jsonl")
@@ -86,7 +88,9 @@ def load(folder: Path) -> Run:
 
 
 def spread(values: Sequence[float | None], form: str) -> str:
-    """Mean and spread as text; "-" where nothing was measured. One value has no spread."""
+    """Mean and spread of the known values as text, or "-" where there are none.
+
+    `form`: format of a number, such as "{:.3f}". A single value has no spread."""
     known = [v for v in values if v is not None]
     if not known:
         return "-"
@@ -95,14 +99,14 @@ def spread(values: Sequence[float | None], form: str) -> str:
 
 
 def common(runs: Sequence[Run]) -> float:
-    """The highest multiple of STEP that the curve of every run reached; 0 where one has none."""
+    """The highest multiple of STEP that every run's curve reached; 0 where a run has no curve."""
     return STEP * math.floor(
         min(max((v for _, v in r.curve), default=0.0) for r in runs) / STEP + 1e-9
     )
 
 
 def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """HEADER and how many samples it took to a common accuracy, then one row a label, in order of name."""
+    """The table: HEADER with a column "samples to LEVEL", then one row per label, sorted."""
     level = common(runs)
     out: list[tuple[str, ...]] = [(*HEADER, f"samples to {level:.2f}")]
     for label in sorted({r.label for r in runs}):
@@ -136,22 +140,24 @@ def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 def bands(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
     """(samples, mean, spread) at each point that every curve of (samples, value) has."""
-    found = []
+    result = []
     for points in zip(*curves, strict=False):
         values = [p[1] for p in points]
-        found.append(
+        result.append(
             (
                 statistics.fmean(p[0] for p in points),
                 statistics.fmean(values),
                 statistics.stdev(values) if len(values) > 1 else 0.0,
             )
         )
-    return found
+    return result
 
 
 def figure(runs: Sequence[Run], title: str) -> Any:
-    """Held-out accuracy against samples: mean of the seeds as a line, one spread to each side as a band. Where rewards
-    came from a model, beside it what the model gave (dashed) and what was right (solid) of the training answers."""
+    """Held-out accuracy against samples: mean over seeds as a line, plus and minus one spread.
+
+    Where rewards came from a model, a second panel shows the model's score (dashed) and the gold
+    accuracy (solid) of the training answers."""
     from matplotlib.figure import Figure
 
     judged = any(r.judged for r in runs)
@@ -183,9 +189,9 @@ def draw(
     style: str,
     marker: str = "",
 ) -> None:
-    """One line and its band."""
-    if found := bands(curves):
-        x, mean, width = (list(column) for column in zip(*found, strict=True))
+    """Draw one line, the mean of the curves, and its band; nothing where there are no points."""
+    if points := bands(curves):
+        x, mean, width = (list(column) for column in zip(*points, strict=True))
         axis.plot(x, mean, style, marker=marker, markersize=3, color=color, label=label)
         axis.fill_between(
             x,
@@ -197,9 +203,9 @@ def draw(
 
 
 def write(folder: Path) -> list[tuple[str, ...]]:
-    """Write comparison.md and comparison.png from the finished runs in `folder`; returns the table's rows.
+    """Write comparison.md and comparison.png from the finished runs in `folder`.
 
-    Raises MetricError where there is none."""
+    Returns the rows of the table. Raises MetricError where there is no finished run."""
     runs = [load(f.parent) for f in sorted(folder.glob("*/summary.json"))]
     if not runs:
         raise MetricError(f"{folder} holds no finished run: give the folder whose folders are runs")
@@ -215,28 +221,32 @@ def write(folder: Path) -> list[tuple[str, ...]]:
 
 
 def show(folder: Path) -> None:
-    """Write the comparison and print what of it fits a terminal."""
+    """Write the comparison and print the columns that fit a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     header, *body = write(folder)
-    shown = [i for i, name in enumerate(header) if name in SHOWN or name.startswith("samples to")]
+    columns = [
+        i for i, name in enumerate(header) if name in IN_TERMINAL or name.startswith("samples to")
+    ]
     table = Table(
         title=f"{folder}/comparison.md, comparison.png", title_justify="left", box=SIMPLE_HEAD
     )
-    for i in shown:
+    for i in columns:
         table.add_column(header[i], justify="right" if i else "left")
     for row in body:
-        table.add_row(*(row[i] for i in shown))
+        table.add_row(*(row[i] for i in columns))
     Console().print(table)
 
 
-# ---- sweeps --------------------------------------------------------------------------------------------------
+# ---- sweeps -------------------------------------------------------------------------------------
 
 
 def finished(cfg: Any) -> bool:
-    """Whether cfg.run_dir holds this very run (conf.schema.Config), ended, and resume=auto asks to go on."""
+    """Whether resume=auto has nothing to do: cfg.run_dir holds this run, and it has ended.
+
+    `cfg`: conf.schema.Config."""
     from learner.checkpoints.saved_settings import changes
 
     folder = Path(cfg.run_dir)
@@ -247,17 +257,19 @@ def finished(cfg: Any) -> bool:
 
 
 def conclude(runs: Sequence[tuple[str, int]]) -> int:
-    """The end of a sweep of (folder, exit status): compare what lies in one folder, name what failed; exit status."""
+    """End a sweep of runs, given as (folder, exit status); returns the exit status of the sweep.
+
+    Compares the runs where all folders have one parent, and names those that failed."""
     parents = {Path(folder).parent for folder, status in runs if status == 0 and folder}
-    if (
-        len(parents) == 1 and len(runs) > 1 and any(min(parents).glob("*/summary.json"))
-    ):  # none after a preflight
-        show(min(parents))
+    if len(parents) == 1 and len(runs) > 1:
+        (parent,) = parents
+        if any(parent.glob("*/summary.json")):  # a preflight writes none
+            show(parent)
     failed = [folder or "a run without run_dir" for folder, status in runs if status]
     if failed:
         print(
-            f"volley: error: {len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}. Start the same command "
-            "again to do only these.",
+            f"volley: error: {len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}. Start "
+            "the same command again to do only these.",
             file=sys.stderr,
         )
     return 1 if failed else 0

@@ -1,7 +1,7 @@
-"""The picture of a run: `python -m learner.reports.report RUN_DIR` writes RUN_DIR/report.html and report.png from its outputs.
+"""The report of a run, report.html and report.png: `python -m learner.reports.report RUN_DIR`.
 
-Reads metrics.jsonl (cluster/monitoring/metrics.py), summary.json (absent during a run) and rollouts/*.parquet (optional).
-The page needs nothing but itself, and whatever a model wrote is escaped.
+It reads metrics.jsonl, summary.json (absent during a run) and rollouts/*.parquet (optional) in
+RUN_DIR. The page is one self-contained file, and all text that a model wrote is escaped.
 """
 
 from __future__ import annotations
@@ -33,26 +33,46 @@ COLUMNS = [
     "status",
     "finish_reason",
 ]
-SAMPLES = 4  # completions shown of the first and of the last step
-# title, y label, lines (metric, label); a panel none of whose lines was measured is left out
+SAMPLES = 4  # number of completions shown of the first and of the last step
+# Title, y label and lines (metric, label). A panel of which no line was measured is left out.
 PANELS = (
-    ("Reward and accuracy", "", (("reward/mean", "reward"), ("reward/accuracy", "accuracy"),
-                                 ("reward/format", "format"), ("eval/pass@1", "held-out pass@1"))),
-    ("Answer length", "tokens", (("response_length/mean", "mean"), ("eval/length", "held-out mean"))),
-    ("Entropy and KL", "nats", (("actor/entropy", "entropy"), ("actor/kl_loss", "KL to reference"))),
+    (
+        "Reward and accuracy",
+        "",
+        (
+            ("reward/mean", "reward"),
+            ("reward/accuracy", "accuracy"),
+            ("reward/format", "format"),
+            ("eval/pass@1", "held-out pass@1"),
+        ),
+    ),
+    (
+        "Answer length",
+        "tokens",
+        (("response_length/mean", "mean"), ("eval/length", "held-out mean")),
+    ),
+    (
+        "Entropy and KL",
+        "nats",
+        (("actor/entropy", "entropy"), ("actor/kl_loss", "KL to reference")),
+    ),
     ("Loss", "nats", (("pretrain/loss", "cross-entropy"),)),
     ("Gradient norm", "", (("actor/grad_norm", "before clipping"),)),
-)  # fmt: skip
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-img{width:100%}table{border-collapse:collapse}td,th{padding:.2rem .9rem;border-bottom:1px solid #ddd;text-align:right}
-td:first-child,th:first-child{text-align:left}pre{white-space:pre-wrap;background:#f5f5f5;padding:.6rem;margin:.2rem 0}
-.prompt{color:#777}"""
+)
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
+    "color:#222}\nimg{width:100%}table{border-collapse:collapse}td,th{padding:.2rem .9rem;"
+    "border-bottom:1px solid #ddd;text-align:right}\ntd:first-child,th:first-child{text-align:left}"
+    "pre{white-space:pre-wrap;background:#f5f5f5;padding:.6rem;margin:.2rem 0}\n"
+    ".prompt{color:#777}"
+)
 
 
 def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of the rows that have the name; null reads as nan and leaves a gap in the line."""
-    found = [(row["step"], row[name]) for row in rows if name in row]
-    return [step for step, _ in found], [math.nan if value is None else value for _, value in found]
+    """(steps, values) of the rows that have the metric; null becomes nan, a gap in the line."""
+    measured = [row for row in rows if name in row]
+    values = [math.nan if row[name] is None else row[name] for row in measured]
+    return [row["step"] for row in measured], values
 
 
 def figure(rows: Rows) -> Any:
@@ -60,15 +80,17 @@ def figure(rows: Rows) -> Any:
     from matplotlib.figure import Figure
 
     panels = [
-        (t, y, drawn)
-        for t, y, lines in PANELS
-        if (drawn := [p for p in lines if series(rows, p[0])[0]])
+        (title, unit, measured)
+        for title, unit, lines in PANELS
+        if (measured := [line for line in lines if series(rows, line[0])[0]])
     ]
     timings = sorted(
         {n for row in rows for n in row if n.startswith("timing_s/")} - {"timing_s/step"}
     )
-    stacks = [("Wall time of a step", "s", timings, [n.partition("/")[2] for n in timings]),
-              ("Groups by regime", "share", [f"regime/{r}" for r in REGIMES], list(REGIMES))]  # fmt: skip
+    stacks = [
+        ("Wall time of a step", "s", timings, [n.partition("/")[2] for n in timings]),
+        ("Groups by regime", "share", [f"regime/{r}" for r in REGIMES], list(REGIMES)),
+    ]
     stacks = [s for s in stacks if any(series(rows, n)[0] for n in s[2])]
     count = max(1, len(panels) + len(stacks))
     fig = Figure(figsize=(11, 2.9 * math.ceil(count / 2)), layout="constrained", dpi=110)
@@ -98,7 +120,9 @@ def figure(rows: Rows) -> Any:
 
 
 def samples(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
-    """Completions to show by step: the first and the last step's, of the same prompts where there are such."""
+    """Completions to show, by step: of the first and the last step, one per prompt.
+
+    Prompts that both steps have come first. Raises MetricError where a column is missing."""
     import pyarrow.compute as pc
     import pyarrow.dataset as ds
 
@@ -108,29 +132,33 @@ def samples(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
     data = ds.dataset([str(f) for f in files], format="parquet")
     if missing := [c for c in COLUMNS if c not in data.schema.names]:
         raise MetricError(
-            f"{run_dir / 'rollouts'} has no column {', '.join(missing)}: not written by this version?"
+            f"{run_dir / 'rollouts'} has no column {', '.join(missing)}: not written by this "
+            "version?"
         )
-    ends = pc.min_max(data.to_table(columns=["step"])["step"]).as_py()
-    taken = {}
-    for step in {ends["min"], ends["max"]}:
+    range_of_steps = pc.min_max(data.to_table(columns=["step"])["step"]).as_py()
+    by_step = {}  # step -> prompt id -> row
+    for step in {range_of_steps["min"], range_of_steps["max"]}:
         rows = data.to_table(columns=COLUMNS, filter=pc.field("step") == step).to_pylist()
         first: dict[str, dict[str, Any]] = {}
         for row in sorted(rows, key=lambda r: (r["prompt_id"], r["sample_index"])):
             first.setdefault(row["prompt_id"], row)
-        taken[step] = first
-    shared = set.intersection(*(set(first) for first in taken.values()))
+        by_step[step] = first
+    shared = set.intersection(*(set(first) for first in by_step.values()))
     order = {
-        step: sorted(first, key=lambda p: (p not in shared, p)) for step, first in taken.items()
+        step: sorted(first, key=lambda p: (p not in shared, p)) for step, first in by_step.items()
     }
-    return {step: [taken[step][p] for p in order[step][:SAMPLES]] for step in sorted(taken)}
+    return {step: [by_step[step][p] for p in order[step][:SAMPLES]] for step in sorted(by_step)}
 
 
 def page(
-    title: str, summary: dict[str, Any], png: bytes, shown: dict[int, list[dict[str, Any]]]
+    title: str, summary: dict[str, Any], png: bytes, completions: dict[int, list[dict[str, Any]]]
 ) -> str:
-    """The whole HTML page. Everything that is not ours is escaped here and nowhere else."""
+    """The HTML page. All text from outside is escaped here and nowhere else.
+
+    `completions`: rows of the rollouts to show, by step."""
     parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>"
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
+        f"<style>{STYLE}</style>"
     ]
     parts.append(f"<h1>{escape(title)}</h1>")
     facts = {k: v for k, v in summary.items() if not isinstance(v, dict)}
@@ -149,15 +177,15 @@ def page(
         ]
         cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in lines]
         parts.append("<table><tr>" + "</tr><tr>".join(cells) + "</tr></table>")
-    parts.append(
-        f'<p><img alt="Plots of the run" src="data:image/png;base64,{base64.b64encode(png).decode()}"></p>'
-    )
-    for step, rows in shown.items():
+    image = base64.b64encode(png).decode()
+    parts.append(f'<p><img alt="Plots of the run" src="data:image/png;base64,{image}"></p>')
+    for step, rows in completions.items():
         parts.append(f"<h2>Completions at step {step}</h2>")
         for row in rows:
             reward = row["status"] if row["reward"] is None else f"reward {row['reward']:.3g}"
             parts.append(
-                f"<pre><span class=prompt>{escape(row['prompt'])}</span>{escape(row['completion'])}</pre>"
+                f"<pre><span class=prompt>{escape(row['prompt'])}</span>"
+                f"{escape(row['completion'])}</pre>"
             )
             parts.append(
                 f"<p>{escape(reward)}, finished by {escape(str(row['finish_reason']))}</p>"
@@ -166,7 +194,9 @@ def page(
 
 
 def write(run_dir: str | Path) -> Path:
-    """Write report.html and report.png and return the page's path. Raises MetricError without a metrics.jsonl."""
+    """Write report.html and report.png and return the page's path.
+
+    Raises MetricError where the folder has no metrics.jsonl."""
     run_dir = Path(run_dir)
     if not (run_dir / "metrics.jsonl").is_file():
         raise MetricError(

@@ -24,9 +24,9 @@ from actors.rollouts import Dispatcher, GeneratorPool, Group
 from cluster.plan import ModelSize
 from cluster.stopping import RunError
 from conf.schema import Config, ConfigError
-from learner import preflight
 from learner.algorithms.assemble import Scores
 from learner.engine.group import LearnerGroup
+from learner.preflight import rewards as preflight_rewards
 from reward_service.client import RewardClient
 
 PROBE_PROMPTS = 4  # held-out prompts by which the first weights of the generators are proved
@@ -94,7 +94,7 @@ def check_rewards(cfg: Config, heldout: list[Prompt]) -> None:
 
     Prints what is worth knowing. Raises PreflightError where the rewards do not fit the data.
     """
-    if note := preflight.check_rewards(cfg, heldout)[1]:
+    if note := preflight_rewards.check_rewards(cfg, heldout)[1]:
         print(f"volley: note: {note}", flush=True)
 
 

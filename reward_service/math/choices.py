@@ -18,7 +18,11 @@ _LETTER_IN_WORDS = re.compile(
 
 
 def choice_letter(text: str, gold: bool = False) -> str:
-    """The option letter that `text` names, upper case, or "". A gold must be a capital, bare or in parentheses."""
+    """The option letter that `text` names, in upper case, or "" if it names none or several.
+
+    A reference answer (`gold`) counts as a choice only if it is a capital letter, or any letter in
+    parentheses, with or without the text of the option after it.
+    """
     text = " ".join(
         LEAD.sub("", re.sub(r"\\[,;:! ]|[$*`~]", " ", WRAPPER.sub(r"\1 ", text)).strip()).split()
     )
@@ -34,5 +38,5 @@ def choice_letter(text: str, gold: bool = False) -> str:
         )
     if gold:
         return ""
-    letters = {found.group(1) for found in _LETTER_IN_WORDS.finditer(text)}
+    letters = {match.group(1) for match in _LETTER_IN_WORDS.finditer(text)}
     return letters.pop() if len(letters) == 1 and not _MORE_LETTERS.search(text) else ""

@@ -20,7 +20,11 @@ MAX_MEMBERS = 200
 
 
 def compare(gold: Reading, answer: Reading) -> tuple[bool, str]:
-    """(equal, why) for two readings that both have a value."""
+    """(equal, reason) for two readings that both have a value.
+
+    If the last letter of a text can be a unit ("5 m"), the readings with and without that unit are
+    compared, as far as the other side allows them.
+    """
     if gold.hedges != answer.hedges:
         return False, f"the answer is qualified: {', '.join(sorted(gold.hedges ^ answer.hedges))}"
     pairs = [(gold, answer)]
@@ -42,6 +46,7 @@ def compare(gold: Reading, answer: Reading) -> tuple[bool, str]:
 
 
 def _compare_values(gold: Reading, answer: Reading) -> tuple[bool, str]:
+    """(equal, reason) of the values and units of two readings, each taken as it is."""
     same = same_value(gold.value, answer.value)
     if (
         not same
@@ -58,6 +63,7 @@ def _compare_values(gold: Reading, answer: Reading) -> tuple[bool, str]:
 
 
 def _without_percent(value):
+    """The value with every percent sign removed: 35% becomes 35."""
     if isinstance(value, Seq):
         return Seq(
             value.kind, tuple(_without_percent(item) for item in value.items), value.brackets
@@ -80,7 +86,7 @@ def _without_percent(value):
 
 
 def same_value(gold, answer) -> bool:
-    """Equality of two values of mathvalue."""
+    """Whether two values of reward_service/math/value.py are equal."""
     if isinstance(gold, Assign) or isinstance(answer, Assign):
         return _same_assigned(gold, answer)
     gold, answer = _single(gold), _single(answer)
@@ -103,6 +109,7 @@ def same_value(gold, answer) -> bool:
 
 
 def _single(value):
+    """The only item of a list of length one; any other value as it is."""
     return (
         value.items[0]
         if isinstance(value, Seq) and value.kind == "list" and len(value.items) == 1
@@ -111,6 +118,7 @@ def _single(value):
 
 
 def _same_assigned(gold, answer) -> bool:
+    """Compares two values of which at least one is an assignment such as x = 5."""
     if isinstance(gold, Assign) and isinstance(answer, Assign):
         alike = gold.name == answer.name or gold.function or answer.function
         return alike and same_value(gold.value, answer.value) or _same_relation_of(gold, answer)
@@ -125,6 +133,7 @@ def _same_assigned(gold, answer) -> bool:
 
 
 def _named(*values) -> bool:
+    """Whether any of the values is a sequence that contains an assignment."""
     return any(
         isinstance(value, Seq) and any(isinstance(item, Assign) for item in value.items)
         for value in values
@@ -132,6 +141,7 @@ def _named(*values) -> bool:
 
 
 def _same_relation_of(gold, answer) -> bool:
+    """Compares two values as relations, an assignment x = a being the equation x = a."""
     sides = [
         Relation("=", ("s", side.name), side.value)
         if isinstance(side, Assign) and isinstance(side.value, tuple) and not side.function
@@ -142,6 +152,7 @@ def _same_relation_of(gold, answer) -> bool:
 
 
 def _same_numeral(gold, answer) -> bool:
+    """Compares numerals of which at least one has a base; the base of the other may be left out."""
     if isinstance(gold, Based) and isinstance(answer, Based):
         return gold == answer
     based, other = (gold, answer) if isinstance(gold, Based) else (answer, gold)
@@ -154,6 +165,7 @@ def _same_numeral(gold, answer) -> bool:
 
 
 def _same_intervals(gold: Intervals, answer: Intervals) -> bool:
+    """Whether two unions consist of the same intervals, in any order, for the same unknown."""
     if (
         gold.name
         and answer.name
@@ -163,7 +175,7 @@ def _same_intervals(gold: Intervals, answer: Intervals) -> bool:
         return False
     left = list(answer.parts)
     for low, low_open, high, high_open in gold.parts:
-        found = next(
+        match = next(
             (
                 p
                 for p in left
@@ -171,14 +183,18 @@ def _same_intervals(gold: Intervals, answer: Intervals) -> bool:
             ),
             None,
         )
-        if found is None:
+        if match is None:
             return False
-        left.remove(found)
+        left.remove(match)
     return True
 
 
 def _same_relation(gold: Relation, answer: Relation) -> bool:
-    """Same operator, and sides that differ by a nonzero (for inequalities: positive) constant factor."""
+    """Whether two relations have the same operator and the same solutions.
+
+    left - right may differ by a constant factor, which must be positive for inequalities and
+    nonzero for equations.
+    """
     if gold.op != answer.op or symbols_of(gold) != symbols_of(answer):
         return False
     first = ("+", gold.left, ("-", gold.right))
@@ -190,6 +206,7 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
 
 
 def _same_sequence(gold: Seq, answer: Seq) -> bool:
+    """Compares lists in any order, counting repeated items once; tuples and ratios in order."""
     if _named(gold, answer) and not (_named(gold) and _named(answer)):
         return _same_named(gold, answer)
     if gold.kind != answer.kind or max(len(gold.items), len(answer.items)) > MAX_MEMBERS:
@@ -214,6 +231,7 @@ def _same_sequence(gold: Seq, answer: Seq) -> bool:
 
 
 def _rising(pair: Seq) -> bool:
+    """Whether the second value of a pair is larger, so that the pair could be an interval."""
     low, high = pair.items
     if ("c", "inf") in (high, low) or ("-", ("c", "inf")) in (low, high):
         return True
@@ -224,7 +242,11 @@ def _rising(pair: Seq) -> bool:
 
 
 def _same_named(gold, answer) -> bool:
-    """x = 2, y = 3 against (2, 3) or 2, 3: the values in the order of their names; x = 2 or x = 3 in any order."""
+    """Compares assignments such as x = 2, y = 3 with a sequence such as (2, 3).
+
+    The values of different names are compared in the alphabetical order of the names. Several
+    values of one name (x = 2 or x = 3) are compared with a list in any order.
+    """
     named, other = (gold, answer) if _named(gold) else (answer, gold)
     if not (
         isinstance(named, Seq)

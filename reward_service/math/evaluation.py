@@ -1,4 +1,4 @@
-"""The value of an expression, and equality of two: exact in fractions wherever the value is rational."""
+"""The value of an expression and equality of two, in exact fractions if the value is rational."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ _RATIONAL = frozenset("n+-*/%!s")  # heads of expressions whose value is a fract
 
 
 class _Evaluator:
-    """Value at a point: a Fraction where exact, else an mpmath number of `digits` digits. All sizes are bounded."""
+    """Evaluates expressions at one point, which maps the names of symbols to values.
+
+    A value is a Fraction if it is exact, else an mpmath number of `digits` digits. The size of
+    every number is bounded before it is computed. `extreme` is set once an intermediate value is so
+    small or so large that agreeing digits would prove nothing.
+    """
 
     def __init__(self, digits: int, point: Mapping[str, Fraction]):
         self.digits, self.point, self.extreme = digits, point, False
@@ -129,6 +134,7 @@ class _Evaluator:
 
 
 def _root(value: int, degree: int) -> int | None:
+    """The integer root of that degree, or None if it is not an integer."""
     low, high = 0, 1 << (value.bit_length() // degree + 1)
     while low < high:
         middle = (low + high) // 2
@@ -137,12 +143,19 @@ def _root(value: int, degree: int) -> int | None:
 
 
 def evaluate(expr: Expr, point: Mapping[str, Fraction] | None = None, digits: int = DIGITS) -> Any:
-    """Value of `expr`: a Fraction if exact, else an mpmath number. Raises Unreadable if undefined or too large."""
+    """The value of `expr` at `point`: a Fraction if it is exact, else an mpmath number.
+
+    Raises Unreadable if the value is undefined or too large to compute.
+    """
     return evaluate_watched(expr, point or {}, digits)[0]
 
 
 def evaluate_watched(expr: Expr, point: Mapping[str, Fraction], digits: int) -> tuple[Any, bool]:
-    """(value, whether an intermediate was so small or large that agreeing digits would prove nothing)."""
+    """(value, extreme): as `evaluate`.
+
+    `extreme` says that an intermediate value was so small or so large that agreeing digits would
+    prove nothing.
+    """
     evaluator = _Evaluator(digits, point)
     if all(node[0] in _RATIONAL for node in nodes(expr)):
         return _guarded(evaluator, expr), False
@@ -151,6 +164,7 @@ def evaluate_watched(expr: Expr, point: Mapping[str, Fraction], digits: int) -> 
 
 
 def _guarded(evaluator: _Evaluator, expr: Expr) -> Any:
+    """The evaluated expression; errors of arithmetic are raised as Unreadable."""
     try:
         return evaluator.of(expr)
     except Unreadable:
@@ -162,11 +176,12 @@ def _guarded(evaluator: _Evaluator, expr: Expr) -> Any:
 
 
 def equal(left: Expr, right: Expr) -> bool:
-    """Exact equality of two expressions; of ones with symbols, as functions (at points where both
-    are real).
+    """Whether two expressions are equal.
 
-    Rational values are compared as fractions. Others must agree to PROOF_DIGITS digits, with no
-    intermediate value so small or so large that a difference could hide beyond them.
+    Rational values are compared as fractions. Other values must agree to PROOF_DIGITS digits, with
+    no intermediate value so small or so large that a difference could hide beyond these digits.
+    Expressions with symbols must agree at random rational points; points where one of them is not
+    real are left out.
     """
     if left == right:
         return True
@@ -193,7 +208,7 @@ def equal(left: Expr, right: Expr) -> bool:
 
 
 def constant_ratio(left: Expr, right: Expr) -> Fraction | None:
-    """left / right if it is one rational constant at every point tried, else None."""
+    """left / right if it is the same rational number at every point tried, else None."""
     names, draw, ratios = sorted(symbols(left) | symbols(right)), random.Random(7), set()
     for _ in range(4):
         point = {name: Fraction(draw.randint(10**4, 10**6), 10**5 + 3) for name in names}

@@ -13,7 +13,7 @@ MAX_DEPTH, MAX_TOKENS, MAX_DIGITS, MAX_BITS = 60, 4000, 20_000, 200_000
 
 
 def nodes(expr: Expr) -> Iterator[Expr]:
-    """Every sub-expression."""
+    """The expression itself and all of its sub-expressions."""
     stack = [expr]
     while stack:
         node = stack.pop()
@@ -22,5 +22,5 @@ def nodes(expr: Expr) -> Iterator[Expr]:
 
 
 def symbols(expr: Expr) -> set[str]:
-    """Names of the free symbols."""
+    """The names of the free symbols of an expression."""
     return {node[1] for node in nodes(expr) if node[0] == "s"}

@@ -19,7 +19,10 @@ LEAD = re.compile(
 
 
 def last_box(text: str) -> str | None:
-    """Content of the last \\boxed{} or \\fbox{}, or None. Raises Unreadable if it is not closed."""
+    """Content of the last \\boxed{} or \\fbox{}, or None without one.
+
+    Raises Unreadable if the last box is not closed.
+    """
     matches = list(_BOX.finditer(text))
     if not matches:
         return None
@@ -33,7 +36,10 @@ def last_box(text: str) -> str | None:
 
 
 def gold_text(gold: str) -> str:
-    """The answer of a gold as a dataset stores it: after GSM8K's ####, in MATH's last box, or all of it."""
+    """The answer within a reference answer as a data set stores it.
+
+    GSM8K puts it after ####, MATH into the last box; in other data sets it is the whole text.
+    """
     if "####" in gold:
         gold = gold.rpartition("####")[2]
     box = last_box(gold)
@@ -41,9 +47,11 @@ def gold_text(gold: str) -> str:
 
 
 def text_key(text: str) -> str:
-    """Words for comparison as text: no LaTeX wrappers, one kind of space, no final period; case only where digits are.
+    """The text normalised for comparison as text.
 
-    Upper and lower case differ beside digits, where they may be units or numerals.
+    LaTeX wrappers, lead-ins and a final period are removed, and white space is unified. Letters
+    become lower case, unless the text contains a digit: there the case can distinguish units or
+    numerals.
     """
     if len(text) > MAX_ANSWER:
         return text
@@ -54,5 +62,5 @@ def text_key(text: str) -> str:
 
 
 def strip_lead(text: str) -> str:
-    """Without white space, math delimiters and a lead such as "The answer is"."""
+    """The text without surrounding white space, math delimiters and a lead-in ("The answer is")."""
     return LEAD.sub("", text.strip().strip("$").strip()).strip()

@@ -21,67 +21,80 @@ _BEYOND = re.compile(r"\\(?:int|sum|prod|lim|iint|oint|partial|nabla)(?![A-Za-z]
 
 
 def grade_math(answer: str, gold: str) -> Grade:
-    """Verdict on an answer (the content of the answer block) against a gold as the dataset stores it."""
-    wanted = gold_text(gold)
-    if not wanted:
+    """Verdict on `answer`, the content of the answer block, for a stored reference answer `gold`.
+
+    The checks in their order: an option letter, identical text, a reference beyond the grammar
+    (math-verify), a reference of words, and the comparison of two values. Raises Unreadable if the
+    last box of a text is not closed.
+    """
+    reference = gold_text(gold)
+    if not reference:
         return Grade(0.0, status="ungradable", reason="the gold answer is empty")
     box = last_box(answer)
-    found = (answer if box is None else box).strip()
-    shown = found[:500]
-    if not found:
-        return Grade(0.0, shown, "the answer is blank")
+    stated = (answer if box is None else box).strip()
+    extracted = stated[:500]
+    if not stated:
+        return Grade(0.0, extracted, "the answer is blank")
     target = read_gold(gold)
-    letter = choice_letter(wanted, gold=True)
-    if letter and len(found) <= 2000:
-        chosen = choice_letter(found)
+    letter = choice_letter(reference, gold=True)
+    if letter and len(stated) <= 2000:
+        chosen = choice_letter(stated)
         if chosen:
-            return Grade(float(chosen == letter), shown, f"read as choice {chosen}, gold {letter}")
-    if text_key(found) and text_key(found) == target.key:
-        return Grade(1.0, shown, "the same text as the gold")
-    if _BEYOND.search(wanted):
-        return _grade_by_library(found, wanted)
+            return Grade(
+                float(chosen == letter), extracted, f"read as choice {chosen}, gold {letter}"
+            )
+    if text_key(stated) and text_key(stated) == target.key:
+        return Grade(1.0, extracted, "the same text as the gold")
+    if _BEYOND.search(reference):
+        return _grade_by_library(stated, reference)
     if target.value is None:
-        return _grade_words(found, target, wanted)
-    reading = read(found)
+        return _grade_words(stated, target, reference)
+    reading = read(stated)
     if reading.value is None:
-        return Grade(0.0, shown, f"not read as one value: {reading.problem}")
+        return Grade(0.0, extracted, f"not read as one value: {reading.problem}")
     if letter and reading.words:
-        return Grade(0.0, shown, "words that name no choice")
+        return Grade(0.0, extracted, "words that name no choice")
     same, why = compare(target, reading)
-    return Grade(float(same), shown, f"{why}; read as {reading.shown}")
+    return Grade(float(same), extracted, f"{why}; read as {reading.tokens_text}")
 
 
-def _grade_words(found: str, target: Reading, wanted: str) -> Grade:
-    """A gold that is no value: the same words match. One that looks like mathematics cannot be judged otherwise."""
+def _grade_words(stated: str, target: Reading, reference: str) -> Grade:
+    """Verdict for a reference answer that is not a value: the same words are right, in any order.
+
+    If the reference looks like mathematics, other answers are "ungradable" instead of wrong.
+    """
     split = re.compile(r"\s*(?:,|;|\band\b)\s*")
     gold_items = sorted(filter(None, split.split(target.key)))
-    if len(gold_items) > 1 and gold_items == sorted(filter(None, split.split(text_key(found)))):
-        return Grade(1.0, found[:500], "the same words as the gold, as a list")
-    if re.search(r"[\\^_{}=<>]|\d", re.sub(WRAPPER, r"\1", wanted)):
-        return Grade(0.0, found[:500], f"the gold cannot be read: {target.problem}", "ungradable")
-    return Grade(0.0, found[:500], "not the same words as the gold")
+    if len(gold_items) > 1 and gold_items == sorted(filter(None, split.split(text_key(stated)))):
+        return Grade(1.0, stated[:500], "the same words as the gold, as a list")
+    if re.search(r"[\\^_{}=<>]|\d", re.sub(WRAPPER, r"\1", reference)):
+        return Grade(0.0, stated[:500], f"the gold cannot be read: {target.problem}", "ungradable")
+    return Grade(0.0, stated[:500], "not the same words as the gold")
 
 
-def _grade_by_library(found: str, wanted: str) -> Grade:
-    """Integrals, sums and limits in a gold: math-verify's parser on both, sympy's difference; both sides short."""
-    if len(found) > 500 or len(wanted) > 500:
-        return Grade(0.0, found[:500], "too long to evaluate")
+def _grade_by_library(stated: str, reference: str) -> Grade:
+    """Verdict for a reference answer with an integral, a sum, a product or a limit.
+
+    math-verify parses both sides, and sympy simplifies their difference. Texts over 500 characters
+    are not evaluated.
+    """
+    if len(stated) > 500 or len(reference) > 500:
+        return Grade(0.0, stated[:500], "too long to evaluate")
     import logging
 
     import sympy
     from math_verify import LatexExtractionConfig, parse
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that its alarm is off: ours is the worker's
+    # math-verify warns that its alarm is off. The worker process has its own deadline.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     config = [LatexExtractionConfig()]
     sides = [
         parse(f"${text.strip('$ ')}$", config, fallback_mode="no_fallback", parsing_timeout=0)
-        for text in (wanted, found)
+        for text in (reference, stated)
     ]
     if not sides[0] or not isinstance(sides[0][0], sympy.Expr):
-        return Grade(0.0, found[:500], "the gold cannot be read", "ungradable")
+        return Grade(0.0, stated[:500], "the gold cannot be read", "ungradable")
     if not sides[1] or not isinstance(sides[1][0], sympy.Expr):
-        return Grade(0.0, found[:500], "not read as one value by math-verify")
+        return Grade(0.0, stated[:500], "not read as one value by math-verify")
     same = sympy.simplify(sides[0][0].doit() - sides[1][0].doit()) == 0
-    return Grade(float(same), found[:500], f"read by math-verify as {str(sides[1][0])[:150]}")
+    return Grade(float(same), stated[:500], f"read by math-verify as {str(sides[1][0])[:150]}")

@@ -24,7 +24,7 @@ DEGREE = ("/", ("c", "pi"), ("n", Fraction(180)))
 
 
 def integer(digits: str) -> int:
-    """int(digits) without Python's limit on the number of digits, in halves."""
+    """int(digits) without Python's limit on the number of digits; long strings are halved."""
     if len(digits) <= 4000:
         return int(digits)
     half = len(digits) // 2
@@ -32,7 +32,10 @@ def integer(digits: str) -> int:
 
 
 def number(text: str) -> Fraction:
-    """Exact value of a decimal numeral such as 12, .5, 3.2e-4. Raises Unreadable past MAX_DIGITS."""
+    """The exact value of a decimal numeral such as 12, .5 or 3.2e-4.
+
+    Raises Unreadable for more than MAX_DIGITS digits.
+    """
     mantissa, _, exponent = text.lower().partition("e")
     whole, _, decimals = mantissa.partition(".")
     power = int(exponent) if 0 < len(exponent) < 8 else 0
@@ -44,7 +47,10 @@ def number(text: str) -> Fraction:
 
 
 class Parser:
-    """Recursive descent over tokens; `whole()` reads all of them or raises Unreadable."""
+    """A recursive-descent parser. `whole()` reads all tokens or raises Unreadable.
+
+    The other methods read one construct of the grammar each, beginning at token `at`.
+    """
 
     def __init__(self, tokens: Sequence[Token], depth: int = 0):
         if len(tokens) > MAX_TOKENS:
@@ -52,19 +58,23 @@ class Parser:
         self.tokens, self.at, self.depth = list(tokens), 0, depth
 
     def whole(self) -> Expr:
+        """The expression of all tokens. Raises Unreadable if they do not form exactly one."""
         value = self.sum()
         if self.at != len(self.tokens):
             raise Unreadable(f"cannot read {self.tokens[self.at].text!r} here")
         return value
 
     def peek(self) -> Token:
+        """The next token, which stays unread; a token of kind "end" after the last one."""
         return self.tokens[self.at] if self.at < len(self.tokens) else Token("end", "")
 
     def accept(self, *texts: str) -> str:
+        """Reads the next token if it is one of these operators, and returns its text; else ""."""
         token = self.peek()
-        found = token.kind == "op" and token.text in texts
-        self.at += found
-        return token.text if found else ""
+        if token.kind != "op" or token.text not in texts:
+            return ""
+        self.at += 1
+        return token.text
 
     def _deeper(self) -> None:
         self.depth += 1
@@ -93,7 +103,8 @@ class Parser:
             else:
                 return value
 
-    def _times_sign(self) -> bool:  # 2.5 x 10^5
+    def _times_sign(self) -> bool:
+        """Whether the next token is an x that multiplies, as in 2.5 x 10^5."""
         here = self.tokens[self.at - 1 : self.at + 2]
         return (
             len(here) == 3
@@ -103,6 +114,7 @@ class Parser:
         )
 
     def _starts_atom(self) -> bool:
+        """Whether the next token begins a factor that follows without a multiplication sign."""
         token = self.peek()
         if token.kind == "op":
             return token.text in CONSTANTS or token.text in ("(", r"\lfloor", r"\lceil")
@@ -184,6 +196,7 @@ class Parser:
         return ("n", value)
 
     def _repeating(self, text: str, following: list[str]) -> Expr:
+        """A decimal with repeating digits: 0.1\\overline{6}."""
         if "." not in text:
             raise Unreadable("overline after an integer")
         braced = len(following) == 4 and following[1::2] == ["{", "}"]
@@ -195,6 +208,7 @@ class Parser:
         return ("n", number(text) + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places))
 
     def _mixed_part(self) -> Fraction | None:
+        """The fraction of a mixed number such as 3 1/2, if one follows the whole number."""
         ahead = self.tokens[self.at : self.at + 7]
         texts = [token.text for token in ahead]
         if (
@@ -243,7 +257,7 @@ class Parser:
         return ("c", name) if name in ("e", "i") else ("s", name)
 
     def _argument(self) -> Expr:
-        """Argument of \\frac or \\sqrt: a group, or one token (one digit of a numeral)."""
+        """The argument of \\frac or \\binom: a group, or a single token or digit."""
         token = self.peek()
         if token.kind != "num" or not token.text.isdigit():
             return self.atom()

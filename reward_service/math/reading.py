@@ -26,17 +26,17 @@ class Reading:
     """What was read from one text.
 
     `key` is the text itself, normalised for comparison as text. `value` is a value of
-    reward_service/math/value.py, or None with the reason in `problem`. `shown` describes the tokens
-    that were read. `words` are the words beside the value, and `hedges` those of them that qualify
-    it ("about"). `percent` says whether a percent sign was read. `unit_letter` is the reading of
-    the same text with its last letter taken as a unit ("5 m"), and `spaced_letter` says whether
-    white space stands before that letter.
+    reward_service/math/value.py, or None with the reason in `problem`. `tokens_text` is the text of
+    the tokens that were read. `words` are the words beside the value, and `hedges` those of them
+    that qualify it ("about"). `percent` says whether a percent sign was read. `unit_letter` is the
+    reading of the same text with its last letter taken as a unit ("5 m"), and `spaced_letter` says
+    whether white space stands before that letter.
     """
 
     key: str
     value: object = None
     problem: str = ""
-    shown: str = ""
+    tokens_text: str = ""
     words: tuple[str, ...] = ()
     hedges: frozenset[str] = frozenset()
     percent: bool = False
@@ -84,11 +84,11 @@ def _read_tokens(key: str, plain: str) -> Reading:
         t.text.lower() for t in tokens if t.kind == "word" and t.text.lower() in units.HEDGES
     )
     value_tokens, words = _without_words(tokens)
-    shown = f"{' '.join(t.text for t in value_tokens):.150}"
+    tokens_text = f"{' '.join(t.text for t in value_tokens):.150}"
     if words:
-        shown += f" (words: {' '.join(words):.80})"
+        tokens_text += f" (words: {' '.join(words):.80})"
     percent = any(t.text == "%" for t in value_tokens)
-    return Reading(key, read_list(value_tokens), "", shown, tuple(words), hedges, percent)
+    return Reading(key, read_list(value_tokens), "", tokens_text, tuple(words), hedges, percent)
 
 
 def _without_words(tokens: list[Token]) -> tuple[list[Token], list[str]]:

@@ -1,4 +1,7 @@
-"""From answer text to tokens: Unicode and LaTeX spellings of one thing become one token. Linear in the text."""
+"""From answer text to tokens: the Unicode and LaTeX spellings of a sign become the same token.
+
+The running time is linear in the length of the text.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,8 @@ _SPELLINGS = [
         ),
         (r"\\!", ""),
         (
-            r"\\[,;:> ]|\\(?:quad|qquad|enspace|thinspace|hfill|newline)(?![A-Za-z])|\\hspace\{[^{}]*\}|(?<!^)~",
+            r"\\[,;:> ]|\\(?:quad|qquad|enspace|thinspace|hfill|newline)(?![A-Za-z])"
+            r"|\\hspace\{[^{}]*\}|(?<!^)~",
             " ",
         ),
         (r"\\([%#&_])", r"\1"),
@@ -168,7 +172,10 @@ def _scripts(text: str, table: dict[str, str], mark: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """One spelling for each sign; math delimiters dropped; a dollar sign that is money becomes ¤."""
+    """The text with one spelling for each sign and without math delimiters.
+
+    A dollar sign that stands for money becomes ¤.
+    """
     if not text.isascii():
         text = _scripts(_scripts(text, _SUPER, "^"), _SUB, "_")
         text = "".join(map(_character, text))
@@ -194,7 +201,7 @@ def normalise(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """kind: num, sym, fun, word, op. `spaced`: white space came before it."""
+    """One token. `kind` is num, sym, fun, word or op; `spaced`: white space precedes it."""
 
     kind: str
     text: str
@@ -202,10 +209,13 @@ class Token:
 
 
 class Unreadable(ValueError):
-    """The text is not one value of the grammar; the message says why."""
+    """The text is not exactly one value of the grammar. The message gives the reason."""
 
 
-_NUMBER = r"(?:(?<!\d,)[1-9]\d{0,2}(?:,\d{3})+(?:(?![,.]?\d)|(?=\.\d))|\d+)(?:\.\d+|\.(?=\\overline))?|\.\d+"
+_NUMBER = (
+    r"(?:(?<!\d,)[1-9]\d{0,2}(?:,\d{3})+(?:(?![,.]?\d)|(?=\.\d))|\d+)"
+    r"(?:\.\d+|\.(?=\\overline))?|\.\d+"
+)
 _SCAN = re.compile(
     rf"(?P<space>\s+)|(?P<num>(?:{_NUMBER})(?:[eE][+-]?\d+(?![\w.]))?)|(?P<name>[A-Za-z]+)"
     r"|(?P<text>\\(?:text|textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathsf|mathit|bf|rm|operatorname)"
@@ -220,7 +230,8 @@ _BASE = re.compile(
 _BASE_WORDS = {
     word: str(base)
     for base, word in enumerate(
-        "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split(),
+        "two three four five six seven eight nine ten eleven twelve "
+        "thirteen fourteen fifteen sixteen".split(),
         2,
     )
 }
@@ -235,7 +246,7 @@ MONEY = frozenset("¤€£¥₩₹")
 
 
 def closing_brace(text: str, start: int) -> int:
-    """Index of the } that closes the { before `start`, or -1."""
+    """Index of the } that closes the { just before `start`, or -1 if there is none."""
     depth = 1
     for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += (match.group() == "{") - (match.group() == "}")
@@ -245,12 +256,17 @@ def closing_brace(text: str, start: int) -> int:
 
 
 def tokenise(text: str, is_unit, prose: bool = False) -> list[Token]:
-    """Tokens of normalised text. `is_unit(word)` tells unit words; `prose`: inside \\text{}, letters are words."""
+    """The tokens of a normalised text.
+
+    `is_unit(word)` says whether letters are a known word instead of a product of variables. With
+    `prose`, as inside of \\text{}, letters always form words. Raises Unreadable for unbalanced
+    braces.
+    """
     out: list[Token] = []
     position, spaced = 0, False
     while position < len(text):
         match = _SCAN.match(text, position)
-        kind, found = match.lastgroup, match.group()
+        kind, matched = match.lastgroup, match.group()
         position = match.end()
         if kind == "space":
             spaced = True
@@ -260,27 +276,27 @@ def tokenise(text: str, is_unit, prose: bool = False) -> list[Token]:
             if end < 0:
                 raise Unreadable("unbalanced braces")
             inner = text[position:end]
-            single = inner.strip() in ("e", "i") and found.startswith(r"\mathrm")
+            single = inner.strip() in ("e", "i") and matched.startswith(r"\mathrm")
             out += tokenise(inner, is_unit, prose=not single and inner.strip() not in FUNCTIONS)
             position, spaced = end + 1, True
         elif kind == "name":
-            out += _name_tokens(found, spaced, prose, is_unit, out, text[position : position + 1])
+            out += _name_tokens(matched, spaced, prose, is_unit, out, text[position : position + 1])
         elif kind == "foreign":
-            separator = SEPARATORS.get(found)
-            percent = found in PERCENT_WORDS
+            separator = SEPARATORS.get(matched)
+            percent = matched in PERCENT_WORDS
             out.append(
                 Token("op", separator, True)
                 if separator
                 else Token("op", "%")
                 if percent
-                else Token("word", found, spaced)
+                else Token("word", matched, spaced)
             )
         elif kind == "command":
-            out.append(_command(found, spaced))
+            out.append(_command(matched, spaced))
         elif kind == "num":
-            out.append(Token("num", found.replace(",", ""), spaced))
+            out.append(Token("num", matched.replace(",", ""), spaced))
         else:
-            out.append(Token("word" if found in MONEY else "op", found, spaced))
+            out.append(Token("word" if matched in MONEY else "op", matched, spaced))
         if out and out[-1].kind == "word":
             power = _SMALL_POWER.match(text, position)
             if power and out[-1].text not in MONEY:
@@ -295,19 +311,19 @@ def tokenise(text: str, is_unit, prose: bool = False) -> list[Token]:
     return out
 
 
-def _command(found: str, spaced: bool) -> Token:
-    name = found[1:]
+def _command(matched: str, spaced: bool) -> Token:
+    name = matched[1:]
     if name == "deg":
         return Token("word", "degree", spaced)
     if name in FUNCTIONS or name in ("overline",):
         return Token("fun", name, spaced)
     greek = name.isalpha() and name.lower() in _GREEK
-    return Token("sym" if greek else "op", found, spaced)
+    return Token("sym" if greek else "op", matched, spaced)
 
 
 _GREEK = set(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi omicron rho sigma "
-    "tau upsilon phi varphi chi psi omega".split()
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi omicron "
+    "rho sigma tau upsilon phi varphi chi psi omega".split()
 )
 
 

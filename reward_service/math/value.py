@@ -1,4 +1,9 @@
-"""Tokens to values by a small strict grammar: a text is read whole or not at all, so no part of it can match alone."""
+"""From tokens to values, by a small strict grammar.
+
+A text is read as a whole or not at all, so that no part of it can match alone. A value is an
+expression or one of the classes below: a sequence, intervals, an assignment, a relation, a numeral
+with a base.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,11 @@ FLIP = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
 @dataclass(frozen=True)
 class Seq:
-    """kind: list (unordered; sets too), tuple (ordered; matrices are tuples of rows), ratio (ordered)."""
+    """Several values. `kind` is list (unordered, also sets), tuple or ratio (both ordered).
+
+    A matrix is a tuple of rows. `brackets` holds the opening and closing bracket of a tuple that
+    could be an interval, else "".
+    """
 
     kind: str
     items: tuple
@@ -25,7 +34,11 @@ class Seq:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Union of real intervals (low, low is open, high, high is open), sorted as written; `name`: the unknown or ""."""
+    """A union of real intervals, in the order in which they were written.
+
+    Each part is (low, whether low is open, high, whether high is open). `name` is the unknown, or
+    "".
+    """
 
     parts: tuple
     name: str = ""
@@ -33,7 +46,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Assign:
-    """`name` = value; `function` if the left side was like f(x)."""
+    """name = value. `function` says that the left side had the form f(x)."""
 
     name: str
     value: object
@@ -42,7 +55,7 @@ class Assign:
 
 @dataclass(frozen=True)
 class Relation:
-    """left `op` right with op one of =, <, \\le, \\ne."""
+    """left op right. `op` is one of =, <, \\le, \\ne; > and \\ge are turned around."""
 
     op: str
     left: Expr
@@ -51,7 +64,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Based:
-    """A numeral with a base: 463_8."""
+    """A numeral with a base, such as 463_8."""
 
     digits: str
     base: int
@@ -62,7 +75,10 @@ REALS = Intervals(((NEG_INF, True, INF, True),))
 
 
 def split(tokens: Sequence[Token], texts: set[str]) -> list[list[Token]]:
-    """Splits at operator tokens of `texts` outside all brackets. Raises Unreadable if brackets do not nest."""
+    """Splits the tokens at the operators `texts` outside of all brackets.
+
+    Raises Unreadable if the brackets do not nest.
+    """
     parts, depth = [[]], 0
     for token in tokens:
         if token.kind == "op":
@@ -79,11 +95,15 @@ def split(tokens: Sequence[Token], texts: set[str]) -> list[list[Token]]:
 
 
 def has(tokens: Sequence[Token], *texts: str) -> bool:
+    """Whether one of the operators `texts` occurs among the tokens."""
     return any(token.kind == "op" and token.text in texts for token in tokens)
 
 
 def read_list(tokens: Sequence[Token], depth: int = 0):
-    """Value of a comma-separated list, or of its only item."""
+    """The value of a separated list, or of its item if it has only one.
+
+    Raises Unreadable if the tokens cannot be read as a whole.
+    """
     if len(tokens) > MAX_TOKENS or depth > MAX_DEPTH:
         raise Unreadable("too long or too deeply nested to evaluate")
     parts = [part for part in split(tokens, {",", ";", "or"}) if part]
@@ -102,6 +122,7 @@ def read_list(tokens: Sequence[Token], depth: int = 0):
 
 
 def _expand_signs(tokens: list[Token], depth: int) -> list:
+    """The values of an item: two if it contains a plus-minus sign, else one."""
     if not has(tokens, r"\pm", r"\mp"):
         return [read_item(tokens, depth)]
     values = []
@@ -130,11 +151,13 @@ def _expand_signs(tokens: list[Token], depth: int) -> list:
 
 
 def read_item(tokens: list[Token], depth: int = 0):
-    """Value of one item: relation chain, set, interval, tuple, ratio, numeral with a base, or expression."""
+    """The value of one item of a list.
+
+    It is a chain of relations, a set, an interval, a tuple, a ratio, a numeral with a base, or an
+    expression. Raises Unreadable for anything else.
+    """
     if has(tokens, r"\approx"):
-        tokens = split(tokens, {r"\approx"})[
-            0
-        ]  # "2\pi \approx 6.28" states 2 pi; the rest is a remark
+        tokens = split(tokens, {r"\approx"})[0]  # "2\pi \approx 6.28" states 2 pi, with a remark
     member = split(tokens, {r"\in"})
     if len(member) == 2 and _left_name(member[0]):
         value = read_item(member[1], depth + 1)
@@ -154,6 +177,7 @@ def read_item(tokens: list[Token], depth: int = 0):
 
 
 def _relation(tokens: list[Token], depth: int):
+    """The value of a relation or a chain of relations. Raises Unreadable for other forms."""
     parts = split(tokens, RELATIONS)
     level, ops = 0, []
     for token in tokens:
@@ -195,6 +219,7 @@ def _relation(tokens: list[Token], depth: int):
 
 
 def _left_name(tokens: list[Token]) -> str:
+    """The name that a left side such as x, f(x), (x,y) or x_1 assigns to, or ""."""
     texts = [token.text for token in tokens]
     if not tokens or tokens[0].kind != "sym" and texts[0] != "(":
         return ""
@@ -219,6 +244,7 @@ def _left_name(tokens: list[Token]) -> str:
 
 
 def _ray(name: str, op: str, bound: Expr) -> Intervals:
+    """The solutions of `name op bound` as intervals."""
     if op == r"\ne":
         return Intervals(_without((bound,)).parts, name)
     if op in ("<", r"\le"):
@@ -227,6 +253,7 @@ def _ray(name: str, op: str, bound: Expr) -> Intervals:
 
 
 def _without(points: Sequence[Expr]) -> Intervals:
+    """The real numbers without these points."""
     ends = [NEG_INF, *sorted(points, key=lambda point: float(evaluate(point).real)), INF]
     return Intervals(
         tuple((low, True, high, True) for low, high in zip(ends, ends[1:], strict=False))
@@ -234,7 +261,10 @@ def _without(points: Sequence[Expr]) -> Intervals:
 
 
 def as_intervals(value) -> Intervals | None:
-    """A two-member tuple in round or square brackets read as an interval; Intervals as they are; else None."""
+    """The value as intervals, or None if it cannot be read so.
+
+    A tuple of two members in round or square brackets is read as one interval.
+    """
     if isinstance(value, Intervals):
         return value
     if (
@@ -252,6 +282,7 @@ def as_intervals(value) -> Intervals | None:
 
 
 def _union(values: list):
+    """The union of intervals, or of sets. Raises Unreadable for a mixture."""
     parts = [as_intervals(value) for value in values]
     if all(parts):
         return Intervals(tuple(part for value in parts for part in value.parts))
@@ -261,6 +292,7 @@ def _union(values: list):
 
 
 def _based(tokens: list[Token]) -> Based | None:
+    """The numeral of tokens such as 463_8 or 1A_{16}, or None if they have another form."""
     cut = next(
         (index for index, token in enumerate(tokens) if token.text == "_" and token.kind == "op"), 0
     )
@@ -286,7 +318,10 @@ def _based(tokens: list[Token]) -> Based | None:
 
 
 def _bracketed(tokens: list[Token], depth: int):
-    """Value of tokens that are one bracket pair: set, tuple, interval, matrix. None for a plain parenthesis."""
+    """The value of tokens within one pair of brackets: a set, a tuple, an interval or a matrix.
+
+    None if the tokens are not one pair of brackets, or if these only group an expression.
+    """
     if not tokens or tokens[0].kind != "op" or tokens[0].text not in OPEN:
         return (
             REALS
@@ -328,6 +363,7 @@ def _bracketed(tokens: list[Token], depth: int):
 
 
 def _spans(tokens: list[Token]) -> bool:
+    """Whether the first bracket is closed by the last token."""
     level = 0
     for index, token in enumerate(tokens):
         if token.kind == "op":
@@ -338,7 +374,7 @@ def _spans(tokens: list[Token]) -> bool:
 
 
 def symbols_of(value) -> set[str]:
-    """Names of the free symbols of any value; an assigned name counts, a function's does not."""
+    """Names of the free symbols of any value; assigned names count, names of functions do not."""
     if isinstance(value, Assign):
         return symbols_of(value.value) | (set() if value.function else {value.name})
     if isinstance(value, Seq):

@@ -1,10 +1,12 @@
-"""Learned rewards: a causal language model, read where an answer (outcome) or a step (process) ends.
+"""Learned rewards: a causal language model that is read where an answer or a step ends.
 
-Two heads. `scalar`: a linear one on the last hidden state; on disk a Hugging Face sequence-classification directory
-with one label, so that other libraries load what is trained here and the other way round. `implicit`: none, the reward
-is the model's log-probability of the answer against that of the model it began as; on disk a causal LM with REFERENCE
-beside it. What other libraries do not know stands in config.json (reward_service/models/meaning.py). Sequences are padded on
-the right and carry no attention mask, as in actors/modeling/policy.py.
+There are two heads. `scalar` is a linear head on the last hidden state. On disk it is a Hugging
+Face sequence-classification directory with one label, so that models can be exchanged with other
+libraries. `implicit` has no head: the reward is the log-probability of the answer under the model
+minus that under the model from which training started. On disk it is a causal LM with the file
+REFERENCE beside it. What other libraries do not know is written to config.json
+(reward_service/models/meaning.py). Sequences are padded on the right and have no attention mask, as
+in actors/modeling/policy.py.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ from actors.modeling.loading import ModelError, source, weight_files
 from actors.modeling.policy import Policy
 from reward_service.models.meaning import Meaning, head_of
 
-REFERENCE = (
-    "reference.safetensors"  # what an implicit model began as: a causal LM of the same config.json
-)
+# The weights from which an implicit model started: a causal LM with the same config.json.
+REFERENCE = "reference.safetensors"
 
 
 class RewardModel(nn.Module):
-    """forward(ids int64 [B, T], rows [M], columns [M], begins [B]) -> float32 [M]: logits read at the tokens
-    `ids[rows, columns]`; `begins`: where each answer does (not used by this head).
+    """A reward model with a scalar head.
 
-    `model`: a Hugging Face ...ForSequenceClassification with one label and its head in `score`."""
+    forward(ids int64 [B, T], rows [M], columns [M], begins [B]) returns float32 [M], the logits at
+    the tokens `ids[rows, columns]`. `begins` holds the position where each answer begins, which
+    this head does not use. `model` is a Hugging Face ...ForSequenceClassification with one label
+    and its head in `score`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -42,22 +46,26 @@ class RewardModel(nn.Module):
         return self.model.score(hidden)[:, 0].float()
 
     def save_extra_files(self, folder: Path) -> None:
-        """Files that belong into the model's directory besides its own: none."""
+        """Writes the additional files of the model's directory; a scalar head has none."""
 
 
 class ImplicitRewardModel(Policy):
-    """`forward` as RewardModel's: beta * sum of log pi(token)/pi_ref(token) from the answer's first token to the one
-    that is read (Yuan et al., 2412.01981, proposition 3.1: of a prefix it is the model's Q value, so what is trained on
-    outcomes scores steps too). Trained on pairs it is DPO's reward (2305.18290). It begins as 0 everywhere.
+    """A reward model without a head; `forward` has the interface of RewardModel.
 
-    `model`, `reference`: causal LMs, the second never trained, and kept from DeepSpeed: whole on every rank."""
+    The value at a token is beta * sum of log pi(token) / pi_ref(token), from the first token of the
+    answer to that token. For a prefix this is the Q value of the model, so that a model trained on
+    outcomes also scores steps (Yuan et al., arXiv:2412.01981, proposition 3.1). Trained on pairs it
+    is the reward of DPO (arXiv:2305.18290). Before training the value is 0 everywhere.
+
+    `model` and `reference` are causal LMs. The reference is never trained; it is hidden from
+    DeepSpeed and therefore complete on every rank.
+    """
 
     def __init__(self, model: nn.Module, reference: nn.Module, beta: float, chunk: int) -> None:
         super().__init__(model, chunk)
         self.beta = beta
-        self.reference = (
-            Policy(reference.eval().requires_grad_(False), chunk),
-        )  # a tuple: no part of this module
+        # In a tuple, so that torch does not register it as a part of this module.
+        self.reference = (Policy(reference.eval().requires_grad_(False), chunk),)
 
     def forward(self, ids: Tensor, rows: Tensor, columns: Tensor, begins: Tensor) -> Tensor:
         last = torch.zeros_like(begins).scatter_reduce(0, rows, columns, "amax")
@@ -70,7 +78,7 @@ class ImplicitRewardModel(Policy):
         return self.beta * sums[rows, columns]
 
     def save_extra_files(self, folder: Path) -> None:
-        """Write REFERENCE into the model's directory."""
+        """Writes the reference model as REFERENCE into the model's directory."""
         from safetensors.torch import save_file
 
         tensors = {
@@ -87,41 +95,47 @@ def load_reward_model(
     beta: float = 0.0,
     chunk: int = 2048,
 ) -> RewardModel | ImplicitRewardModel:
-    """The reward model of a Hugging Face directory or hub id, whose config.json says which head it has; with
-    `trained=False` a causal LM will do, which gets `head` (and `beta`) and scores every answer 0 until it is trained.
-    `chunk`: tokens whose logits an implicit one holds at once. Weights are only read from safetensors.
+    """Loads a reward model from a Hugging Face directory or hub id.
 
-    Raises ModelError naming the path where it cannot be loaded, has no head, or more than one label."""
+    config.json says which head it has. With `trained=False` the model may be a causal LM without a
+    head: it gets `head` (and `beta`) and scores every answer 0 until it is trained. `chunk` is the
+    number of tokens whose logits an implicit model holds at a time. Weights are read from
+    safetensors only. Raises ModelError naming the path if the model cannot be loaded, has no head,
+    or has more than one label.
+    """
     from safetensors import SafetensorError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(source(path), trust_remote_code=False)
-        had, its = head_of(config.to_dict())
-        if trained and not had:
+        stored_head, stored_beta = head_of(config.to_dict())
+        if trained and not stored_head:
             raise ModelError(
-                f"reward model {path}: is no reward model: its architecture is {config.architectures}, "
-                "without a score head. Train one: +experiment=train_orm."
+                f"reward model {path}: is no reward model: its architecture is "
+                f"{config.architectures}, without a score head. Train one: +experiment=train_orm."
             )
-        if not trained and had and had != head:
+        if not trained and stored_head and stored_head != head:
             raise ModelError(
-                f"reward model {path}: has the head {had}, not reward_model.head={head}. Set it so."
+                f"reward model {path}: has the head {stored_head}, not reward_model.head={head}. "
+                "Set it so."
             )
         weight_files(path)
         config.use_cache = False
-        if (had or head) == "implicit":
-            return _implicit(path, config, bool(had), getattr(torch, dtype), its or beta, chunk)
-        return _scalar(path, config, bool(had), getattr(torch, dtype))
+        if (stored_head or head) == "implicit":
+            return _implicit(
+                path, config, bool(stored_head), getattr(torch, dtype), stored_beta or beta, chunk
+            )
+        return _scalar(path, config, bool(stored_head), getattr(torch, dtype))
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"reward model {path}: cannot load: {str(error).splitlines()[0]}"
         ) from error
 
 
-def _scalar(path: str, config: Any, had: bool, dtype: torch.dtype) -> RewardModel:
+def _scalar(path: str, config: Any, stored_head: bool, dtype: torch.dtype) -> RewardModel:
     from transformers import AutoModelForSequenceClassification
 
-    if had and config.num_labels != 1:
+    if stored_head and config.num_labels != 1:
         raise ModelError(
             f"reward model {path}: has {config.num_labels} labels; expected one score. "
             "Choose a model with num_labels=1."
@@ -132,16 +146,16 @@ def _scalar(path: str, config: Any, had: bool, dtype: torch.dtype) -> RewardMode
     )
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ModelError(
-            f"reward model {path}: {type(model).__name__} has no linear head `score`. Choose a decoder "
-            "model (Llama, Qwen, Mistral, Gemma ...)."
+            f"reward model {path}: {type(model).__name__} has no linear head `score`. "
+            "Choose a decoder model (Llama, Qwen, Mistral, Gemma ...)."
         )
-    if not had:
+    if not stored_head:
         nn.init.zeros_(model.score.weight)
     return RewardModel(model)
 
 
 def _implicit(
-    path: str, config: Any, had: bool, dtype: torch.dtype, beta: float, chunk: int
+    path: str, config: Any, stored_head: bool, dtype: torch.dtype, beta: float, chunk: int
 ) -> ImplicitRewardModel:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -151,18 +165,20 @@ def _implicit(
         source(path), config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
     )
     reference = copy.deepcopy(model)
-    if had:
+    if stored_head:
         tensors = load_file(cached_file(source(path), REFERENCE))
-        wanted = {n for n, _ in reference.named_parameters()}
-        if wanted != set(tensors):
+        names = {n for n, _ in reference.named_parameters()}
+        if names != set(tensors):
             raise ModelError(
-                f"reward model {path}: {REFERENCE} lacks or adds {sorted(wanted ^ set(tensors))[0]}. "
+                f"reward model {path}: {REFERENCE} lacks or adds "
+                f"{sorted(names ^ set(tensors))[0]}. "
                 "Train it anew: +experiment=train_orm reward_model.head=implicit."
             )
-        reference.load_state_dict(tensors, strict=False)  # a tied head has no name of its own
+        # Not strict: a head tied to the embedding has no name of its own.
+        reference.load_state_dict(tensors, strict=False)
     return ImplicitRewardModel(model, reference, beta, chunk)
 
 
 def read_scores(logits: Tensor, how: Meaning) -> Tensor:
-    """Logits [M] as rewards: probabilities where the model was trained to give them, else as they are."""
+    """Rewards [M] from logits [M]: probabilities if the model was trained to give them."""
     return torch.sigmoid(logits) if how.probability else logits

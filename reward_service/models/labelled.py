@@ -1,12 +1,12 @@
-"""Labelled answers: files of them as LABELLED records, and what the controller keeps of records: scalars. No Ray.
+"""Labelled answers: reads files of them as LABELLED records, and holds their scalars in the driver.
 
-Columns a file may have, one of these sets (the names of TRL's data sets; `prompt` is the rendered text, as the policy
-sees it; every answer is closed with the end-of-text token):
+A file has one of these sets of columns, which are named as in TRL's data sets. `prompt` is the
+rendered text, as the policy sees it. The end-of-text token is added to every answer.
 
     prompt, completion, label            outcome: label true, false or in [0, 1]
-    prompt, completions, labels          process: a text and a label a step
+    prompt, completions, labels          process: a text and a label for each step
     prompt, chosen, rejected             pairs: outcome labels 1 and 0
-    prompt_ids, completion_ids, ends, labels | soft | hard      token form (stage=annotate writes it)
+    prompt_ids, completion_ids, ends, labels | soft | hard     token ids, from stage=annotate
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ TOKEN_FORM = ("prompt_ids", "completion_ids", "ends")
 
 @dataclass(frozen=True)
 class Answers:
-    """What is known of N labelled answers besides their tokens. `tables`: references of records with the columns
-    prompt_ids and completion_ids; answer i is row `row[i]` of table `table[i]`. Arrays are int64 [N]."""
+    """N labelled answers without their tokens. Arrays are int64 [N].
+
+    `tables` are references to records with the columns prompt_ids and completion_ids. Answer i is
+    row `row[i]` of table `table[i]`, and has `tokens[i]` tokens with its prompt. `prompt_ids` names
+    the prompt of each answer. `ends` holds the index of the last token of each step, and `labels` a
+    label for each. Two answers with the same number in `pair` form a pair; -1 means no pair.
+    """
 
     tables: list[Any]
     table: np.ndarray
     row: np.ndarray
-    tokens: np.ndarray  # prompt and completion
-    prompt_ids: list[str]  # which prompt, not its tokens
+    tokens: np.ndarray
+    prompt_ids: list[str]
     ends: list[list[int]]
     labels: list[list[float]]
-    pair: np.ndarray  # -1: in no pair
+    pair: np.ndarray
 
     def __len__(self) -> int:
         return len(self.table)
@@ -57,7 +62,9 @@ class Answers:
         )
 
     def __add__(self, other: Answers) -> Answers:
-        past = int(self.pair.max(initial=-1)) + 1  # numbers of pairs stay apart
+        past = (
+            int(self.pair.max(initial=-1)) + 1
+        )  # so that the pairs of both keep different numbers
         return Answers(
             self.tables + other.tables,
             np.concatenate([self.table, other.table + len(self.tables)]),
@@ -71,7 +78,7 @@ class Answers:
 
 
 def of_record(batch: pa.RecordBatch, ref: Any) -> Answers:
-    """The scalars of a LABELLED record whose reference is `ref`."""
+    """The answers of a LABELLED record, without their tokens; `ref` refers to the record."""
     n = batch.num_rows
     tokens = list_lengths(batch.column("prompt_ids")) + list_lengths(batch.column("completion_ids"))
     return Answers(
@@ -89,10 +96,12 @@ def of_record(batch: pa.RecordBatch, ref: Any) -> Answers:
 def of_samples(
     metas: Sequence[GroupMeta], tables: list[Any], accuracy: np.ndarray, pairs: bool = False
 ) -> Answers:
-    """Samples of a policy with an outcome label each: its accuracy (float [N], nan where it is not known: left out).
+    """Samples of a policy, each labelled with its accuracy (float [N]).
 
-    `pairs`: of each group as many (right, wrong) pairs as both kinds last, in sample order; the rest is left out."""
-    found: list[tuple[int, int, int, float, int]] = []
+    A sample with accuracy nan was not judged and is left out. With `pairs`, the right and wrong
+    samples of each group are paired in sample order, and samples without a partner are left out.
+    """
+    selected: list[tuple[int, int, int, float, int]] = []
     start = count = 0
     for t, meta in enumerate(metas):
         n = len(meta.lengths)
@@ -101,16 +110,16 @@ def of_samples(
         wrong = [i for i in known if accuracy[start + i] < 1]
         if pairs:
             for couple in zip(right, wrong, strict=False):
-                found += [
+                selected += [
                     (t, i, int(meta.lengths[i]), label, count)
                     for i, label in zip(couple, (1.0, 0.0), strict=True)
                 ]
                 count += 1
         else:
-            found += [(t, i, int(meta.lengths[i]), float(i in right), -1) for i in known]
+            selected += [(t, i, int(meta.lengths[i]), float(i in right), -1) for i in known]
         start += n
     table, row, length, label, pair = (
-        (np.array(c) for c in zip(*found, strict=True)) if found else [np.empty(0)] * 5
+        (np.array(c) for c in zip(*selected, strict=True)) if selected else [np.empty(0)] * 5
     )
     table = table.astype(np.int64)
     prompt = np.array([m.prompt_tokens for m in metas], np.int64)
@@ -127,20 +136,20 @@ def of_samples(
 
 
 def record(answers: Answers, tables: Sequence[pa.RecordBatch], iteration: int) -> pa.RecordBatch:
-    """The LABELLED record of `answers`, whose tables have been fetched. Raises RecordError."""
+    """The LABELLED record of `answers` and the `tables` they refer to. Raises RecordError."""
     columns = {name: [t.column(name) for t in tables] for name in ("prompt_ids", "completion_ids")}
-    picked = {
+    token_columns = {
         name: [
-            found[t][r].as_py() for t, r in zip(answers.table, answers.row.tolist(), strict=True)
+            column[t][r].as_py() for t, r in zip(answers.table, answers.row.tolist(), strict=True)
         ]
-        for name, found in columns.items()
+        for name, column in columns.items()
     }
     n = len(answers)
     return check_labelled(
         pa.RecordBatch.from_pydict(
             {
                 "prompt_id": answers.prompt_ids,
-                **picked,
+                **token_columns,
                 "ends": answers.ends,
                 "labels": answers.labels,
                 "pair": answers.pair,
@@ -154,9 +163,12 @@ def record(answers: Answers, tables: Sequence[pa.RecordBatch], iteration: int) -
 def read(
     path: str | Path, tokenizer: Any, label: str = "soft", max_tokens: int = 0
 ) -> tuple[pa.RecordBatch, int]:
-    """(LABELLED record of a file or folder, answers left out because prompt + answer are over `max_tokens`; 0: no
-    limit). `label`: the column of labels, where both soft and hard are there. Raises DataFileError naming file, row
-    and column."""
+    """(LABELLED record, number of answers left out) of a file or folder.
+
+    Answers with more than `max_tokens` tokens, prompt included, are left out; 0 means no limit.
+    `label` names the column of labels (soft or hard) if a file has both. Raises DataFileError
+    naming file, row and column.
+    """
     out: dict[str, list[Any]] = {name: [] for name in LABELLED.names}
     dropped = pairs = 0
     for file, number, cells in rows(Path(path).expanduser()):
@@ -186,7 +198,10 @@ def read(
 def _answers(
     file: Path, number: int, cells: dict[str, Any], tokenizer: Any, label: str
 ) -> list[tuple[list[int], list[int], list[int], list[float]]]:
-    """(prompt ids, completion ids, ends, labels) of each answer of a row: one, or a pair with the chosen one first."""
+    """(prompt ids, completion ids, ends, labels) of the answers of a row.
+
+    A row has one answer, or a pair with the chosen answer first.
+    """
     if all(c in cells for c in TOKEN_FORM):
         column = "labels" if "labels" in cells else label
         return [
@@ -241,11 +256,11 @@ def _cell(file: Path, number: int, cells: dict[str, Any], column: str) -> Any:
 
 def _labels(file: Path, number: int, column: str, values: Any) -> list[float]:
     try:
-        found = [float(v) for v in values]
+        labels = [float(v) for v in values]
     except (TypeError, ValueError):
-        found = [-1.0]
-    if not all(0.0 <= v <= 1.0 for v in found):
+        labels = [-1.0]
+    if not all(0.0 <= v <= 1.0 for v in labels):
         raise DataFileError(
             file, f"{values!r}; expected true, false or numbers in [0, 1]", number, column
         )
-    return found
+    return labels

@@ -1,4 +1,7 @@
-"""How the score of a reward model is read. As light as conf/schema.py, which checks settings by it."""
+"""How the score of a reward model is to be read.
+
+This module imports nothing heavy, because the check of the settings uses it.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,20 @@ from typing import Any
 
 from conf.schema import ConfigError
 
-KEY = "volley_reward"  # in the config.json of a model
+KEY = "volley_reward"  # the key of these fields in the config.json of a model
 KINDS = ("outcome", "process")
-NEW = "new"  # as path: the policy's initial weights with a head that is still to be trained
+NEW = "new"  # as a path: the initial weights of the policy, with a head that is not trained yet
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """How a model's score is read. `kind`: outcome (a score at an answer's last token) or process (one at each step's);
-    `probability`: its logit is that of a probability (pointwise loss); `steps`: the splitter it was trained with;
-    `head`: scalar or implicit, with its `beta` (reward_service/models/heads.py)."""
+    """How the score of a model is read.
+
+    `kind` is outcome (one score, at the last token of the answer) or process (a score at the last
+    token of each step). `probability` says that the output is the logit of a probability (pointwise
+    loss). `steps` is the splitter with which the model was trained. `head` is scalar or implicit,
+    the latter with its `beta` (reward_service/models/heads.py).
+    """
 
     kind: str = "outcome"
     probability: bool = False
@@ -29,10 +36,10 @@ class Meaning:
 
 
 def head_of(config: Mapping[str, Any]) -> tuple[str, float]:
-    """(scalar | implicit, beta) that a model with this config.json has; ("", 0) where it has no head yet."""
-    told = config.get(KEY) or {}
-    if told.get("head") == "implicit":
-        return "implicit", told["beta"]
+    """(head, beta) of a model with this config.json: scalar or implicit; ("", 0) without a head."""
+    fields = config.get(KEY) or {}
+    if fields.get("head") == "implicit":
+        return "implicit", fields["beta"]
     scored = any(
         name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()
     )
@@ -40,31 +47,35 @@ def head_of(config: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def config_of(path: str) -> dict[str, Any]:
-    """The config.json of a local model directory; {} of a hub id, which is not fetched for that."""
+    """The config.json of a local model directory; {} for a hub id, which is not downloaded."""
     file = Path(path).expanduser() / "config.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def meaning(path: str, settings: Mapping[str, Any]) -> Meaning:
-    """What config.json of the model at `path` says, or a plain outcome model's (raw score) where it says nothing; what
-    `settings`, those of reward.models.NAME, say (kind, probability, steps) wins. Raises ConfigError."""
-    found = Meaning(
+    """The meaning of the scores of the model at `path`.
+
+    It is read from the model's config.json; a model that does not say is an outcome model with raw
+    scores. `settings`, those of reward.models.NAME, override kind, probability and steps. Raises
+    ConfigError for an unknown kind.
+    """
+    result = Meaning(
         **{
             **config_of(path).get(KEY, {}),
             **{k: v for k, v in settings.items() if k in asdict(Meaning())},
         }
     )
-    if found.kind not in KINDS:
+    if result.kind not in KINDS:
         raise ConfigError(
             "reward.models",
-            f"{{path: {path}, kind: {found.kind}}}",
+            f"{{path: {path}, kind: {result.kind}}}",
             f"expected a kind of {' or '.join(KINDS)}",
         )
-    return found
+    return result
 
 
 def supervisor(cfg: Any) -> str:
-    """The process model whose scores reward the single steps (algorithm.advantage=process); "" where there is none."""
+    """Name of the process model that rewards steps (algorithm.advantage=process), or ""."""
     if cfg.algorithm.advantage != "process":
         return ""
     return next(

@@ -1,7 +1,8 @@
 """The reward-model pool: actors that score finished groups, token in, token out.
 
-Whatever waits when an actor becomes free is scored together, in micro-batches of reward_model.batch_tokens. An actor
-that dies or hangs is replaced, by one with the newest models, and what it had not answered is given to that.
+Whatever waits when an actor becomes free is scored together, in micro-batches of
+reward_model.batch_tokens. An actor that dies or hangs is replaced, by one with the newest models,
+and what it had not answered is given to that.
 """
 
 from __future__ import annotations
@@ -37,13 +38,20 @@ Verdicts = list[dict[str, ModelScore]]  # a row of the group each, by name of th
 
 @dataclass
 class _Waiting:
+    """A group that waits to be scored: its ROLLOUT table and the prefill of its prompt."""
+
     table: pa.RecordBatch
     prefill: str
     future: Future
 
 
 class RewardModelActor:
-    """Ray actor (asyncio) with every model. `paths`: folder or hub id by name, or NEW; `policy`: that of the policy."""
+    """A Ray actor (asyncio) that holds every reward model and scores groups of answers.
+
+    `paths` maps the name of each model to its folder, its hub id, or NEW. `policy` is the folder of
+    the policy's initial model. One thread scores; whatever waits when it becomes free is scored
+    together.
+    """
 
     def __init__(self, index: int, cfg: Any, paths: dict[str, str], policy: str) -> None:
         import torch
@@ -56,9 +64,8 @@ class RewardModelActor:
         self.models: dict[str, Any] = {}
         for name, path in paths.items():
             self._load(name, path)
-        self._queue: queue.Queue = (
-            queue.Queue()
-        )  # _Waiting, (function, future), or None: look for pings
+        # Entries are groups (_Waiting), a (function, future), or None, which wakes the thread.
+        self._queue: queue.Queue = queue.Queue()
         self._pings: queue.Queue[Future] = queue.Queue()
         threading.Thread(target=self._loop, name="scoring", daemon=True).start()
 
@@ -66,15 +73,18 @@ class RewardModelActor:
         return f"reward-model-{self.index}"
 
     async def score(self, table: pa.RecordBatch, prefill: str) -> Verdicts:
-        """One entry a row of a ROLLOUT batch; `prefill`: the response's beginning that stands in the prompt."""
+        """The scores of every model for each row of a ROLLOUT batch.
+
+        `prefill` is the beginning of the response that is part of the prompt.
+        """
         return await self._ask(partial(_Waiting, table, prefill))
 
     async def load(self, name: str, path: str) -> str:
-        """Replace a model by the one at `path`; what was asked before is still scored by the old one."""
+        """Replaces a model by the one at `path`; groups submitted before keep the old model."""
         return await self._ask(lambda future: (partial(self._load, name, path), future))
 
     async def ping(self) -> int:
-        """Answered by the thread that scores, between two micro-batches, whatever waits."""
+        """The index of this actor. The scoring thread answers between two micro-batches."""
         future: Future = Future()
         self._pings.put(future)
         self._queue.put(None)
@@ -86,6 +96,7 @@ class RewardModelActor:
         return await asyncio.wrap_future(future)
 
     def _loop(self) -> None:
+        """Runs the scoring thread: takes all waiting entries and handles them in order."""
         while True:
             entries = [self._queue.get()]
             while not self._queue.empty():
@@ -106,10 +117,12 @@ class RewardModelActor:
             self._answer(groups)
 
     def _pong(self) -> None:
+        """Answers all waiting pings."""
         while not self._pings.empty():  # no other thread takes from it
             self._pings.get().set_result(self.index)
 
     def _answer(self, groups: list[_Waiting]) -> None:
+        """Scores the groups together and sets the result of each."""
         try:
             verdicts = self._judge(groups) if groups else []
             for group in groups:
@@ -122,11 +135,12 @@ class RewardModelActor:
                     group.future.set_exception(error)
 
     def _judge(self, groups: list[_Waiting]) -> Verdicts:
+        """The scores of every model for the rows of all groups, in order."""
         prompts, completions = (
             [ids for g in groups for ids in ragged(g.table.column(c))]
             for c in ("prompt_ids", "completion_ids")
         )
-        found: dict[str, list[ModelScore]] = {}
+        scores_by_model: dict[str, list[ModelScore]] = {}
         for name, (model, how) in self.models.items():
             ends: list[list[int]] = [[]] * len(completions)
             if how.kind == "process":
@@ -135,7 +149,7 @@ class RewardModelActor:
                     self._ends(how.steps or self.cfg.data.steps, p, c.tolist())
                     for p, c in zip(prefills, completions, strict=True)
                 ]
-            found[name] = judge(
+            scores_by_model[name] = judge(
                 model,
                 how,
                 prompts,
@@ -146,16 +160,19 @@ class RewardModelActor:
                 self._pong,
             )
         return [
-            {name: scores[i] for name, scores in found.items()} for i in range(len(completions))
+            {name: scores[i] for name, scores in scores_by_model.items()}
+            for i in range(len(completions))
         ]
 
     def _ends(self, steps: str, prefill: str, ids: list[int]) -> list[int]:
+        """The index of the last token of each step of a completion."""
+
         def decode(part: list[int]) -> str:
             return self.tokenizer.decode(
                 part, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
 
-        self._pong()  # thousands of tokens take seconds
+        self._pong()  # Splitting thousands of tokens takes seconds.
         return step_ends(steps, prefill, decode(ids), ids, decode) if ids else []
 
     def _load(self, name: str, path: str) -> str:
@@ -258,14 +275,15 @@ class RewardModelPool(Pool):
 
 
 def whole(path: str) -> str:
-    """A local folder by its absolute path, since actors run elsewhere; a hub id, or NEW, as it is."""
+    """A local folder as an absolute path, because actors run elsewhere; a hub id or NEW as is."""
     folder = Path(path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else path
 
 
 def check_vocabulary(name: str, path: str, policy: str) -> None:
-    """Raise ConfigError where the model at `path` numbers its tokens otherwise than the policy, whose ids it is given.
-    A model without a tokenizer of its own must have as many rows as the policy."""
+    """Raise ConfigError where the model at `path` numbers its tokens otherwise than the policy,
+    whose ids it is given. A model without a tokenizer of its own must have as many rows as the
+    policy."""
     from transformers import AutoConfig, AutoTokenizer
 
     if path == NEW:

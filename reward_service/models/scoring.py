@@ -1,7 +1,8 @@
-"""Answers in, scores out: one reward model over packed micro-batches. Torch, no Ray.
+"""Scores answers with one reward model, in packed micro-batches.
 
-Peak memory is that of one micro-batch of `budget` padded tokens, or of the longest answer, whatever the number of
-answers (tests/flow/reward_service/test_reward_models.py measures it).
+The peak memory is that of one micro-batch of `budget` padded tokens, or of the longest answer. It
+does not grow with the number of answers (tests/flow/reward_service/test_reward_models.py measures
+it).
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ def judge(
     device: Any = "cpu",
     between: Callable[[], object] = lambda: None,
 ) -> list[ModelScore]:
-    """A verdict on each completion; `ends`: of its steps (the last is its last token), read by a process model alone;
-    `between`: see `score`.
+    """The score of each completion, with a status.
 
-    An answer that does not fit into the model's context, or has no token, is ungradable; a score that is not finite
-    an error: neither is ever a number."""
+    `ends` holds the index of the last token of each step, of which the last is the completion's
+    last token; only a process model reads it. `between` is called before each micro-batch. An
+    answer that has no token or exceeds the model's context is "ungradable", and a score that is not
+    finite is an "error". Neither gets a number.
+    """
     context = getattr(model.model.config, "max_position_embeddings", None) or math.inf
     out: list[ModelScore | None] = [None] * len(completions)
     answers, places = [], []

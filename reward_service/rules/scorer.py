@@ -114,7 +114,7 @@ class Scorer:
 
 
 def score_safely(scorer: Callable[[RewardItem], RewardResult], item: RewardItem) -> RewardResult:
-    """The result of scorer(item), or a result of status "error" if the scorer raises an exception."""
+    """The result of scorer(item), or one of status "error" if the scorer raises an exception."""
     try:
         return scorer(item)
     except (Exception, SystemExit) as error:

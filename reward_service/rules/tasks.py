@@ -156,7 +156,7 @@ def _gym(block: str, item: RewardItem, options: Mapping[str, Any]) -> Grade:
 
 # ---- programs
 def program_of(block: str) -> str:
-    """The program in an answer block: its last fenced code block, or the whole block without one."""
+    """The program in an answer block: its last fenced code, or the whole block without any."""
     fenced = re.findall(
         r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", block, re.DOTALL | re.IGNORECASE
     )

@@ -1,8 +1,7 @@
-"""Users' own rewards, unchanged: verl's compute_score, TRL's reward functions, OpenRLHF's remote
-reward model.
+"""The user's own reward functions, in the interfaces of verl, TRL and OpenRLHF.
 
-They run in the worker processes, so an item that hangs or crashes one costs that item a status,
-never a zero.
+They run in the worker processes. An item on which a function hangs or crashes gets the status
+"timeout" or "error", never a reward of zero.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ STYLES = {
 
 
 def load_rules(custom: Mapping[str, Mapping[str, Any]], timeout_s: float) -> dict[str, Rule]:
-    """Rules of options.custom: {name: {style: verl | trl | remote, path, function, url, kwargs,
-    conversational}}.
+    """The rules of options.custom, which maps each name to its settings.
 
-    Raises ValueError or FileNotFoundError naming the setting.
+    The settings are style (verl, trl or remote), path, function, url, kwargs and conversational.
+    Raises ValueError or FileNotFoundError naming the setting at fault.
     """
     rules: dict[str, Rule] = {}
     for name, settings in custom.items():
@@ -49,6 +48,7 @@ def load_rules(custom: Mapping[str, Mapping[str, Any]], timeout_s: float) -> dic
 
 
 def _load(where: str, settings: Mapping[str, Any], default: str) -> Callable[..., Any]:
+    """The function that the settings name, from the Python file at their path."""
     path = Path(str(settings.get("path", ""))).expanduser()
     if not path.is_file():
         raise FileNotFoundError(
@@ -65,7 +65,7 @@ def _load(where: str, settings: Mapping[str, Any], default: str) -> Callable[...
 
 
 def _finish(value: Any) -> Any:
-    """The value of a sync or async call."""
+    """The result of a call; the result of an async function is awaited."""
     if inspect.isawaitable(value):
 
         async def wait() -> Any:
@@ -76,7 +76,11 @@ def _finish(value: Any) -> Any:
 
 
 def _number(name: str, value: Any, parts: dict[str, float]) -> float:
-    """A float, or `score` of a dict, whose other numbers are recorded as parts "rule/key"."""
+    """The value as a float. Of a dict it is the entry `score`.
+
+    The other numbers of the dict are added to `parts` as "rule/key". Raises ValueError or TypeError
+    for a value without a number.
+    """
     if isinstance(value, Mapping):
         if "score" not in value:
             raise ValueError(
@@ -94,7 +98,7 @@ def _number(name: str, value: Any, parts: dict[str, float]) -> float:
 
 
 def _truth(gold: str) -> Any:
-    """The ground truth as the data set had it: structures were stored as JSON text."""
+    """The ground truth in the form of the data set: lists and dicts are stored as JSON text."""
     if gold[:1] in ("{", "["):
         try:
             return json.loads(gold)
@@ -104,6 +108,7 @@ def _truth(gold: str) -> Any:
 
 
 def _verl(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Rule:
+    """The rule that calls a function with the interface of verl's compute_score."""
     kwargs = dict(settings.get("kwargs") or {})
 
     def rule(item: RewardItem, options: Mapping[str, Any], parts: dict[str, float]) -> float:
@@ -120,6 +125,7 @@ def _verl(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) 
 
 
 def _trl(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Rule:
+    """The rule that calls a TRL reward function with one completion; None: does not apply."""
     chat, kwargs = bool(settings.get("conversational", False)), dict(settings.get("kwargs") or {})
 
     def rule(item: RewardItem, options: Mapping[str, Any], parts: dict[str, float]) -> float | None:
@@ -147,14 +153,13 @@ def _trl(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -
         values = values if isinstance(values, list | tuple) else list(values)
         if len(values) != 1:
             raise ValueError(f"rule {name!r} returned {len(values)} rewards for 1 completion")
-        return (
-            None if values[0] is None else _number(name, values[0], parts)
-        )  # None: it does not apply (TRL)
+        return None if values[0] is None else _number(name, values[0], parts)
 
     return rule
 
 
 def _remote(where: str, settings: Mapping[str, Any], timeout_s: float) -> Rule:
+    """The rule that posts the item to a remote reward model in the interface of OpenRLHF."""
     url = str(settings.get("url", ""))
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{where}.url={url!r}: expected an http(s) address")

@@ -27,7 +27,7 @@ NOBODY = 65534
 ROOT = "/proc"  # where the new root is mounted: exists everywhere, hidden in this namespace only
 LIBC = ctypes.CDLL(None, use_errno=True)
 # architecture -> (audit number, number of pivot_root, forbidden system calls).
-# Forbidden are sockets, tracing, mounts, namespaces, kernel keys, bpf, io_uring, perf and userfaultfd.
+# Forbidden are sockets, tracing, mounts, namespaces, kernel keys, bpf, io_uring, perf, userfaultfd.
 ARCHITECTURES = {
     "x86_64": (
         0xC000003E,
@@ -277,7 +277,7 @@ def supervise(job, status):
 
 
 def main():
-    """Runs the job of stdin; argv[1] is the status descriptor. Exits with 0 if the program was run."""
+    """Runs the job of stdin; argv[1] is the status descriptor. Exits with 0 if it was run."""
     status = int(sys.argv[1])
     try:
         check(LIBC.prctl(1, signal.SIGKILL, 0, 0, 0), "parent-death signal")

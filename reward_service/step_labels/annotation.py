@@ -7,7 +7,7 @@ right (equation 3). Completions that could not be judged (nan) are left out. A s
 completion has no label.
 
     ids   1  2  +  3  0  =  4  2  +  4  =  4  6  ...  <eos>        ends [7, 12, T - 1]
-    soft                       0.75          0.75  ...  1.0        the last is the answer itself, not completed
+    soft                       0.75          0.75  ...  1.0        the last label is the answer's
 """
 
 from __future__ import annotations

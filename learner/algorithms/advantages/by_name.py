@@ -43,8 +43,15 @@ def compute(
         )
     valid = np.asarray(valid, dtype=bool)
     inputs = TokenInputs(
-        rewards, groups, valid, lengths, kl if kl_in_reward else None, step_rewards, step_ends, values
-    )  # fmt: skip
+        rewards,
+        groups,
+        valid,
+        lengths,
+        kl if kl_in_reward else None,
+        step_rewards,
+        step_ends,
+        values,
+    )
     needs = TOKEN_LEVEL[name].needs if name in TOKEN_LEVEL else ()
     missing = [field for field in needs if getattr(inputs, field) is None]
     if kl_in_reward and kl is None and name != "dpo":

@@ -38,7 +38,7 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class TokenLevel:
-    """A registered function of (AlgorithmConfig, TokenInputs) and the inputs it cannot do without."""
+    """A registered function of (AlgorithmConfig, TokenInputs), and the inputs that it needs."""
 
     function: Callable[[Any, TokenInputs], Ragged]
     needs: tuple[str, ...]

@@ -22,7 +22,6 @@ from cluster.monitoring.progress import Progress
 from cluster.monitoring.stat import Stat
 from cluster.roster import has_reference
 from cluster.stopping import RunError
-from learner import preflight
 from learner.algorithms.assemble import Assembled, assemble
 from learner.algorithms.schedule import learning_rate
 from learner.engine.diagnostics import diagnostics_for
@@ -30,6 +29,7 @@ from learner.engine.job import UpdateJob
 from learner.evaluation import guards
 from learner.evaluation.step_metrics import step_metrics
 from learner.launch import Launch
+from learner.preflight.machine import disk_shortage
 from learner.stage import Stage, open_log
 from learner.stages import engines
 from learner.stages.rl import iterative, summary
@@ -318,7 +318,8 @@ def between(run: RLRun, state: State) -> bool:
 
 def save(run: RLRun, state: State, folder: Path) -> None:
     """Write the tensors of a checkpoint. Raises OSError where the disk has too little room."""
-    if shortage := preflight.disk_shortage(folder, needs.checkpoint(run.cfg, run.policy.size)):
+    size = needs.checkpoint(run.cfg, run.policy.size)
+    if shortage := disk_shortage(run.launch.store.staging, size):
         raise OSError(shortage)
     run.rollout_log.flush()  # a resumed run does not make these steps again
     run.learner.save_state(str(folder))

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.stopping import _shared_files
+from cluster.stopping import shared_files
 from learner.checkpoints import checkpoint
 from tests.flow.runs import QUIET, RUN_S, Run, Starter, generator_process
 
@@ -34,7 +34,7 @@ def shared_memory() -> Iterator[None]:
     """Whatever is new in /dev/shm when a test ends must be in use by another program."""
     before = set(Path("/dev/shm").iterdir())
     yield
-    used = _shared_files([*psutil.process_iter()])
+    used = shared_files([*psutil.process_iter()])
     left = [p.name for p in set(Path("/dev/shm").iterdir()) - before if str(p) not in used]
     assert not left, left
 

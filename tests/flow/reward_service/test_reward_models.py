@@ -1,4 +1,5 @@
-"""The reward-model pool with real actors: verdicts, kills, refreshes, a very long answer."""
+"""The reward-model pool with real actors: groups scored, an actor killed, a model replaced, and one
+very long answer."""
 
 from __future__ import annotations
 
@@ -162,9 +163,8 @@ def test_a_killed_one_loses_no_answer_and_its_successor_has_the_refreshed_model(
 def test_one_of_10000_tokens_among_short_ones_takes_no_more_memory_than_itself(
     cluster: None, tmp_path: Path
 ) -> None:
-    """Padded to the longest, 64 answers would need 64 x 10,000 x 1,024 values for one layer's MLP:
-    2.4 GiB.
-    """
+    """Padded to the longest, 64 answers would need 64 x 10,000 x 1,024 values (2.4 GiB) for the MLP
+    of one layer."""
     folder = make_reward_model(tmp_path, 3, context=16_384, hidden=256)
     cfg = settings(
         folder,

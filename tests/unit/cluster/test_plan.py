@@ -70,7 +70,9 @@ def test_reward_models_are_served_and_trained_beside_the_policy() -> None:
         {"orm": ModelSize(3 * MILLION), "prm": ModelSize(5 * MILLION)},
     )
     cfg.reward_model.count = 2
-    without, served = plan.memory(cfg, SIZE), plan.memory(cfg, SIZE, rewards)
+    without = plan.memory(cfg, SIZE)
+    cfg.reward.models = dict.fromkeys(rewards, {"path": "some/model"})
+    served = plan.memory(cfg, SIZE, rewards)
     assert served["reward models"] == 2 * 4 * (3 + 5) * MILLION and "reward learner" not in served
     assert served["processes"] - without["processes"] == 2 * 350 * MIB
     cfg.reward_model.refresh = "orm"
@@ -87,6 +89,7 @@ def test_reward_models_are_served_and_trained_beside_the_policy() -> None:
 
 def test_a_model_without_a_head_keeps_what_it_began_as() -> None:
     cfg, rewards = config(ranks=2, stage=1), {"orm": ModelSize(3 * MILLION, frozen=3 * MILLION)}
+    cfg.reward.models = {"orm": {"path": "some/model"}}
     cfg.reward_model.refresh, cfg.reward_model.every = "orm", 5
     found = plan.memory(cfg, SIZE, rewards)
     assert found["reward models"] == 4 * 6 * MILLION

@@ -1,4 +1,4 @@
-"""Advantages against loops written from the papers' formulas, hand-worked numbers, and the identities between them."""
+"""Advantages against loops from the papers' formulas, hand-worked numbers, and identities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ SEEDS = range(8)
 
 
 def ragged_batch(seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
-    """Groups of 1 to 9 samples in shuffled order, some rewards not ok (nan), some groups with equal rewards."""
+    """Groups of 1 to 9 samples in shuffled order.
+
+    Some rewards are not ok (nan), and some groups have equal rewards."""
     rng = np.random.default_rng(seed)
     groups = np.repeat(rng.choice(10_000, 12, replace=False), rng.integers(1, 10, 12))
     rewards = rng.normal(size=len(groups)) * 3 + 1
@@ -27,7 +29,7 @@ def ragged_batch(seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray
 
 
 def by_group(rewards, groups, valid):
-    """(position, its reward, rewards of the valid samples of its group) of every valid sample, in plain Python."""
+    """Of every valid sample: its position, its reward, the valid rewards of its group."""
     for i in range(len(rewards)):
         if valid[i]:
             yield (
@@ -142,7 +144,7 @@ def test_a_nonfinite_reward_with_status_ok_is_refused():
         adv.grpo(np.array([1.0, 2.0]), np.array([0]), np.array([True, True]))
 
 
-# -- token level -------------------------------------------------------------------------------------------------------
+# -- token level ----------------------------------------------------------------------------------
 
 
 def test_process_supervision_by_hand():
@@ -326,7 +328,7 @@ def test_explained_variance_by_hand():
     assert math.isnan(adv.explained_variance([np.ones(3)], [np.zeros(3)]))
 
 
-# -- preference, rejection sampling, shaping ---------------------------------------------------------------------------
+# -- preference, rejection sampling, shaping ------------------------------------------------------
 
 
 def test_dpo_coefficient_is_that_of_deepseekmaths_appendix_times_beta():

@@ -1,4 +1,4 @@
-"""The YAML files and the documentation agree; no algorithm's gradient depends on how it is split."""
+"""YAML files and documentation agree; the split of a batch does not change a gradient."""
 
 from __future__ import annotations
 
@@ -161,12 +161,13 @@ def test_parts_that_do_not_fit_are_refused_with_the_setting_named(fields, messag
         parts.check(AlgorithmConfig(**fields))
 
 
-# -- the gradient does not depend on how work is split -----------------------------------------------------------------
+# -- the gradient does not depend on how work is split --------------------------------------------
 
 
 def step(name: str) -> tuple[AlgorithmConfig, dict[str, np.ndarray]]:
-    """One optimizer step's samples: twelve answers in ragged groups, one not graded, with the algorithm's own
-    advantages."""
+    """The samples of one optimizer step, with the algorithm's own advantages.
+
+    They are twelve answers in groups of unequal sizes, of which one is not graded."""
     rng, cfg = np.random.default_rng(7), load(name)
     groups = (
         np.array([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5])
@@ -178,9 +179,17 @@ def step(name: str) -> tuple[AlgorithmConfig, dict[str, np.ndarray]]:
     draw = [rng.normal(size=n) for n in lengths]
     ends = [np.arange(n) for n in lengths]
     got = advantages.compute(
-        cfg, rewards, groups, valid, lengths=lengths, kl=draw, step_rewards=draw, step_ends=ends, values=draw,
+        cfg,
+        rewards,
+        groups,
+        valid,
+        lengths=lengths,
+        kl=draw,
+        step_rewards=draw,
+        step_ends=ends,
+        values=draw,
         log_ratios=rng.normal(size=12),
-    )  # fmt: skip
+    )
     adv = np.zeros((12, 10))
     for i, a in enumerate(got):
         adv[i, : lengths[i]] = a
@@ -208,9 +217,14 @@ def gradient(
     logprobs = padded("logprobs", np.nan).requires_grad_()
     rest = [padded(k, np.nan) for k in ("old", "adv")]
     loss, _ = losses.policy_loss(
-        cfg, logprobs, *rest, torch.tensor(data["weights"][rows]), padded("mask", 0.0), padded("ref", np.nan),
+        cfg,
+        logprobs,
+        *rest,
+        torch.tensor(data["weights"][rows]),
+        padded("mask", 0.0),
+        padded("ref", np.nan),
         behaviour_logprobs=padded("behaviour", np.nan),
-    )  # fmt: skip
+    )
     loss.backward()
     return loss.item(), logprobs.grad.numpy()[:, pad_left : pad_left + data["logprobs"].shape[1]]
 

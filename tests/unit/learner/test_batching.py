@@ -1,6 +1,4 @@
-"""Placement puts every sample in one place, keeps groups whole, keeps to budgets, balances the
-ranks, and gives each rank equally many micro-batches.
-"""
+"""Placement: every sample once, whole groups, budgets, balanced ranks, equal micro-batches."""
 
 from __future__ import annotations
 

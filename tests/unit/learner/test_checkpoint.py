@@ -1,4 +1,7 @@
-"""A checkpoint is there whole or not at all, on a disk or in an object store, and a damaged one is refused by name."""
+"""A checkpoint is complete or absent, on a disk and in an object store.
+
+A damaged one is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def files(store: Store) -> list[str]:
     return sorted(p.rpartition("step_")[2] for p in store.fs.find(store.root))
 
 
-# ---- commit and retention ------------------------------------------------------------------------------------
+# ---- commit and retention -----------------------------------------------------------------------
 
 
 def test_commit_verifies_and_keeps_the_newest(store: Store, tmp_path: Path):
@@ -161,7 +164,7 @@ def test_a_step_made_again_replaces_the_first(store: Store):
     assert steps(store) == [1, 2]
 
 
-# ---- damage --------------------------------------------------------------------------------------------------
+# ---- damage -------------------------------------------------------------------------------------
 
 
 def _flip(store: Store, path: str) -> None:
@@ -302,7 +305,7 @@ def test_the_manifest_is_uploaded_last_and_made_durable_before_the_rename(
     ]
 
 
-# ---- addresses -----------------------------------------------------------------------------------------------
+# ---- addresses ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["nope://bucket/run", "dropbox://bucket"])
@@ -333,7 +336,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_starts(tmp_pat
     assert files(good) == []
 
 
-# ---- which one a run goes on from ----------------------------------------------------------------------------
+# ---- which one a run goes on from ---------------------------------------------------------------
 
 
 def run_with(folder: Path, *at: int) -> Store:
@@ -419,7 +422,7 @@ def test_checkpoints_of_two_runs_do_not_mix(tmp_path: Path):
     assert find(tmp_path, str(tmp_path / "a"), one).name == "step_00001"
 
 
-# ---- settings ------------------------------------------------------------------------------------------------
+# ---- settings -----------------------------------------------------------------------------------
 
 
 def test_changed_settings_are_listed_and_harmless_ones_are_not():

@@ -1,4 +1,4 @@
-"""Runs side by side: the table's numbers worked out by hand, and sweeps that go on where they were and lose nothing."""
+"""The numbers of the comparison, worked out by hand, and sweeps that resume."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_folder_without_finished_runs_is_named(tmp_path: Path) -> None:
         compare.write(tmp_path)
 
 
-# ---- sweeps --------------------------------------------------------------------------------------------------
+# ---- sweeps -------------------------------------------------------------------------------------
 
 
 def test_the_shipped_experiments_are_sweeps_of_comparable_runs() -> None:
@@ -200,7 +200,9 @@ def test_the_shipped_experiments_are_sweeps_of_comparable_runs() -> None:
 
 
 class Fake:
-    """Stands for learner.main.apart: prepares the folder as that does, and ends with the status of its name."""
+    """Stands for learner.main.apart: prepares the folder as that does.
+
+    It ends with the status that its name gives."""
 
     def __init__(self, statuses: dict[str, int]) -> None:
         self.statuses, self.done = statuses, []

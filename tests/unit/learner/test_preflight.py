@@ -17,9 +17,12 @@ from actors.data.prompt import Prompt
 from actors.modeling.loading import ModelError, load_model, model_size, weight_files
 from cluster import plan
 from conf.schema import Config, StageConfig
-from learner import preflight
 from learner.main import load
-from learner.preflight import ALL, QUICK, Preflight, PreflightError
+from learner.preflight import checks as preflight_checks
+from learner.preflight import machine, rewards, table
+from learner.preflight.checks import Preflight
+from learner.preflight.machine import PreflightError
+from learner.preflight.table import ALL, QUICK
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -48,7 +51,7 @@ def error_of(check: Any, *args: Any) -> str:
 
 
 def test_all_is_well(cfg: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert preflight.report(cfg, tmp_path / "run") == 0
+    assert table.report(cfg, tmp_path / "run") == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert [line[:14].strip().replace(" ", "_") for line in lines[:-1]] == list(ALL)
@@ -65,7 +68,7 @@ def test_the_first_failure_ends_it(
     cfg: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cfg.generator.kv_cache_gib = 1e6
-    assert preflight.report(cfg, tmp_path / "run") == 1
+    assert table.report(cfg, tmp_path / "run") == 1
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["settings", "model", "memory"]
     assert "FAIL" in out.splitlines()[-1] and err.startswith("volley: error: memory: needs about ")
@@ -74,10 +77,10 @@ def test_the_first_failure_ends_it(
 def test_a_start_makes_the_same_checks_without_a_word(
     cfg: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert preflight.quick(cfg, tmp_path) == []
+    assert table.quick(cfg, tmp_path) == []
     assert capsys.readouterr() == ("", "") and set(QUICK) < set(ALL)
     cfg.generator.kv_cache_gib = 1e6
-    assert "generator cache 1000000.0 GiB" in error_of(preflight.quick, cfg, tmp_path)
+    assert "generator cache 1000000.0 GiB" in error_of(table.quick, cfg, tmp_path)
 
 
 # ---- one by one ----------------------------------------------------------------------------------
@@ -86,12 +89,12 @@ def test_a_start_makes_the_same_checks_without_a_word(
 def test_memory_says_the_numbers(checks: Preflight, monkeypatch: pytest.MonkeyPatch) -> None:
     need = sum(plan.memory(checks.cfg, checks.size).values())
     more = sum(plan.passing(checks.cfg, checks.size).values())
-    monkeypatch.setattr(preflight, "free_memory", lambda: need - 1)
+    monkeypatch.setattr(preflight_checks, "free_memory", lambda: need - 1)
     assert f"needs about {plan.amount(need)}" in error_of(checks.memory)
-    monkeypatch.setattr(preflight, "free_memory", lambda: need + more)
+    monkeypatch.setattr(preflight_checks, "free_memory", lambda: need + more)
     checks.memory()
     assert checks.notes == []
-    monkeypatch.setattr(preflight, "free_memory", lambda: need + more - 1)
+    monkeypatch.setattr(preflight_checks, "free_memory", lambda: need + more - 1)
     checks.memory()
     assert "learner.micro_batch_tokens" in checks.notes[0]
 
@@ -115,7 +118,7 @@ def test_memory_counts_reward_models(
     checks.cfg.reward_model.head = "implicit"
     assert checks.reward_models()["prm"].frozen == checks.size.parameters
     checks.cfg.reward_model.head = "scalar"
-    monkeypatch.setattr(preflight, "free_memory", lambda: 0)
+    monkeypatch.setattr(preflight_checks, "free_memory", lambda: 0)
     assert "reward models 4 MiB" in error_of(checks.memory) and "reward models" not in without
     (tmp_path / "model.safetensors").unlink()
     assert error_of(checks.memory).startswith(f"reward.models.orm.path={tmp_path}: has no weights")
@@ -139,7 +142,7 @@ def test_free_memory_minds_the_control_group(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    found = preflight.free_memory(tmp_path)
+    found = machine.free_memory(tmp_path)
     assert found == left if left is not None else found > 1 << 20
 
 
@@ -149,7 +152,7 @@ def test_a_full_disk_and_a_small_shared_memory(
     need, store = plan.disk(checks.cfg, checks.size), checks.cfg.cluster.object_store_mib << 20
     free = {"/dev/shm": store, "disk": need}
     monkeypatch.setattr(
-        preflight.shutil, "disk_usage", lambda p: Usage(0, 0, free.get(str(p), free["disk"]))
+        machine.shutil, "disk_usage", lambda p: Usage(0, 0, free.get(str(p), free["disk"]))
     )
     checks.folder(), checks.object_store()
     free.update({"/dev/shm": store - 1, "disk": need - 1})
@@ -166,7 +169,7 @@ def test_checkpoints_on_a_disk_of_their_own(
     apart.mkdir()
     free = {str(apart): whole - model}
     monkeypatch.setattr(
-        preflight.shutil, "disk_usage", lambda p: Usage(0, 0, free.get(str(p), model))
+        machine.shutil, "disk_usage", lambda p: Usage(0, 0, free.get(str(p), model))
     )
     assert "checkpoint.keep=2" in error_of(checks.folder)  # all of it in run_dir
     checks.cfg.checkpoint.folder = str(apart / "new")
@@ -193,15 +196,15 @@ def test_a_run_dir_that_cannot_be_written(checks: Preflight) -> None:
 def test_a_cluster_is_reached_or_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert preflight.reach(address, 5.0) == f"{address} answers"
-        assert preflight.reach(f"ray://{address}", 5.0)
-    message = error_of(preflight.reach, address, 5.0)
+        assert machine.reach(address, 5.0) == f"{address} answers"
+        assert machine.reach(f"ray://{address}", 5.0)
+    message = error_of(machine.reach, address, 5.0)
     assert (
         message.startswith(f"cluster.address={address}: no answer within 5 s")
         and "ray status" in message
     )
     for wrong in ("head", "head:port", "http://head:80", "1.2.3.4:99999"):
-        assert f"cluster.address={wrong}" in error_of(preflight.reach, wrong, 1.0)
+        assert f"cluster.address={wrong}" in error_of(machine.reach, wrong, 1.0)
 
 
 def test_token(cfg: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +274,7 @@ def test_size_is_read_from_headers(cfg: Config, tmp_path: Path) -> None:
 def test_weights_that_are_not_finite(checks: Preflight, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(checks.cfg.model)
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("inf")
-    monkeypatch.setattr(preflight, "load_model", lambda *_: model)
+    monkeypatch.setattr(preflight_checks, "load_model", lambda *_: model)
     assert "model.layers.1.mlp.up_proj.weight holds values that are not finite" in error_of(
         checks.weights
     )
@@ -296,7 +299,7 @@ def sums(cfg: Config, n: int = 3) -> list[Prompt]:
 
 
 def test_rewards_judge_known_answers(cfg: Config) -> None:
-    assert preflight.probe_rewards(cfg, sums(cfg)) == (
+    assert rewards.probe_rewards(cfg, sums(cfg)) == (
         "3 of 3 right answers judged right; a wrong one gets 0.2",
         "",
     )
@@ -306,11 +309,11 @@ def test_a_gold_answer_that_cannot_be_graded(cfg: Config) -> None:
     from dataclasses import replace
 
     broken = [replace(p, gold="") for p in sums(cfg)]
-    message = error_of(preflight.probe_rewards, cfg, broken)
+    message = error_of(rewards.probe_rewards, cfg, broken)
     assert "4 of 4 rewards of known answers are not ok" in message and "ungradable" in message
     assert "reward.max_failure_share=0.1" in message
     cfg.reward.max_failure_share = 0.5  # one in four is told and no obstacle
-    _, note = preflight.probe_rewards(cfg, [*sums(cfg, 2), broken[0]])
+    _, note = rewards.probe_rewards(cfg, [*sums(cfg, 2), broken[0]])
     assert "1 of 4 not ok, such as: ungradable" in note
 
 
@@ -331,12 +334,12 @@ def test_a_reward_of_ones_own(cfg: Config, tmp_path: Path, code: str, words: str
     )
     cfg.reward.rules = {"accuracy": 1.0}
     cfg.reward.options = {"custom": {"accuracy": {"style": "verl", "path": str(file)}}}
-    assert words in error_of(preflight.probe_rewards, cfg, sums(cfg))
+    assert words in error_of(rewards.probe_rewards, cfg, sums(cfg))
 
 
 def test_a_task_without_a_known_answer(cfg: Config) -> None:
     prompts = [
         Prompt("p", "q", json.dumps([{"stdin": "", "stdout": "1"}]), "q", "", "code", "code")
     ]
-    seen, note = preflight.probe_rewards(cfg, prompts)
+    seen, note = rewards.probe_rewards(cfg, prompts)
     assert "0 of 0 right answers" in seen and "only a wrong one was scored" in note

@@ -36,7 +36,8 @@ def test_threshold_of_alike_can_be_set():
 
 
 def test_shares_of_synthetic_groups_with_known_answer():
-    # Ids 0..9: 4 saturated, 3 learnable, 2 collapsed, 1 scattered; each with one ungraded sample that must not count.
+    # Ids 0..9: 4 saturated, 3 learnable, 2 collapsed, 1 scattered; each with one ungraded sample
+    # that must not count.
     kinds = ["saturated"] * 4 + ["learnable"] * 3 + ["collapsed"] * 2 + ["scattered"]
     answers = {
         "saturated": [1, 1, 1, 1],
@@ -86,21 +87,21 @@ def test_dead_groups_are_kept_skipped_or_weighed_down():
 
 def test_dynamic_sampling_by_hand():
     # Nothing known: rate 1/2, so 8 wanted needs 16.
-    assert r.groups_to_draw(wanted=8, alive=0, finished=0, in_flight=0, limit=100) == 16
+    assert r.groups_to_draw(target=8, alive=0, finished=0, in_flight=0, limit=100) == 16
     assert (
-        r.groups_to_draw(wanted=8, alive=0, finished=0, in_flight=16, limit=100) == 0
+        r.groups_to_draw(target=8, alive=0, finished=0, in_flight=16, limit=100) == 0
     )  # already on the way
     assert (
-        r.groups_to_draw(wanted=8, alive=3, finished=14, in_flight=0, limit=100) == 20
+        r.groups_to_draw(target=8, alive=3, finished=14, in_flight=0, limit=100) == 20
     )  # rate 4/16, 5 missing
-    assert r.groups_to_draw(wanted=8, alive=3, finished=14, in_flight=0, limit=24) == 10  # bounded
+    assert r.groups_to_draw(target=8, alive=3, finished=14, in_flight=0, limit=24) == 10  # bounded
     assert (
-        r.groups_to_draw(wanted=8, alive=3, finished=14, in_flight=4, limit=24) == 6
+        r.groups_to_draw(target=8, alive=3, finished=14, in_flight=4, limit=24) == 6
     )  # those in flight count
     assert (
-        r.groups_to_draw(wanted=8, alive=3, finished=24, in_flight=0, limit=24) == 0
+        r.groups_to_draw(target=8, alive=3, finished=24, in_flight=0, limit=24) == 0
     )  # spent: train on three
-    assert r.groups_to_draw(wanted=8, alive=9, finished=12, in_flight=0, limit=24) == 0
+    assert r.groups_to_draw(target=8, alive=9, finished=12, in_flight=0, limit=24) == 0
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.5, 1.0])

@@ -47,18 +47,20 @@ def rollout(
 def run_dir(tmp_path: Path) -> Path:
     log = MetricLog(tmp_path)
     for step in (1, 2, 3):
-        values = {
-            "reward": Stat.of([0, step]),
-            "reward/accuracy": step / 4,
-            "response_length": Stat.of([5, 9]),
-            "actor/entropy": math.nan if step == 2 else 0.5,
-            "timing_s/gen": 1.0,
-            "timing_s/update": 2.0,
-            "timing_s/step": 3.1,
-            "regime/learnable": 0.75,
-            "regime/saturated": 0.25,
-        }
-        log.log(step, values)
+        log.log(
+            step,
+            {
+                "reward": Stat.of([0, step]),
+                "reward/accuracy": step / 4,
+                "response_length": Stat.of([5, 9]),
+                "actor/entropy": math.nan if step == 2 else 0.5,
+                "timing_s/gen": 1.0,
+                "timing_s/update": 2.0,
+                "timing_s/step": 3.1,
+                "regime/learnable": 0.75,
+                "regime/saturated": 0.25,
+            },
+        )
     log.close()
     before = {"pass@1": 0.3, "pass@8": 0.9, "maj@8": 0.4, "format": 0.8, "length": 12.0}
     after = before | {"pass@1": 0.925, "length": 24.0}
@@ -117,8 +119,20 @@ def test_what_a_model_wrote_is_escaped_and_nothing_is_fetched(run_dir: Path) -> 
     text = report.write(run_dir).read_text()
     tags = Tags(text).seen
     assert {t for t, _ in tags} <= {
-        "html", "meta", "title", "style", "h1", "h2", "p", "table", "tr", "td", "img", "pre", "span"
-    }  # fmt: skip
+        "html",
+        "meta",
+        "title",
+        "style",
+        "h1",
+        "h2",
+        "p",
+        "table",
+        "tr",
+        "td",
+        "img",
+        "pre",
+        "span",
+    }
     assert (
         "&lt;script&gt;" in text and "&amp;amp; &lt;think&gt;1+1" in text and "r1_zero&lt;" in text
     )

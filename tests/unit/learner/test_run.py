@@ -44,7 +44,7 @@ def test_sigterm_is_gentle_only_in_the_loop(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     limits: list[float] = []
-    monkeypatch.setattr(stops, "_force_exit_after", lambda seconds, folder: limits.append(seconds))
+    monkeypatch.setattr(stops, "exit_after", lambda seconds, folder: limits.append(seconds))
     with pytest.raises(KeyboardInterrupt):
         stops.terminate(Stopping())
     stopping = Stopping()
@@ -65,9 +65,14 @@ from cluster import stopping
 from conf.schema import Config
 from learner import run
 
-end, stopping.STOP_S, run.attempt = stopping._end, 0.5, lambda *_: int(sys.argv[1])
-in_main = lambda: threading.current_thread() is threading.main_thread()
-stopping._end = lambda *a: time.sleep(60) if in_main() else end(*a)
+end, stopping.STOP_S, run.attempt = stopping.end_processes, 0.5, lambda *_: int(sys.argv[1])
+
+def hang_in_main_thread(*arguments):
+    if threading.current_thread() is threading.main_thread():
+        time.sleep(60)
+    end(*arguments)
+
+stopping.end_processes = hang_in_main_thread
 raise SystemExit(run.execute(Config()))
 """
 
@@ -120,9 +125,9 @@ def test_the_end_leaves_no_process_no_shared_memory_and_nothing_half_written(
             parent,
             *parent.children(recursive=True),
         ]  # Python's own cleaner of semaphores too
-        shared = stops._shared_files(processes)
+        shared = stops.shared_files(processes)
         assert shared == {name, semaphore} and os.path.exists(semaphore)
-        stops._end(processes, shared, tmp_path, 0.0)
+        stops.end_processes(processes, shared, tmp_path, 0.0)
         assert child.poll() is not None or not processes[0].is_running()
         assert not os.path.exists(name) and not os.path.exists(semaphore) and other.exists()
         assert sorted(p.name for p in tmp_path.rglob("*")) == [
@@ -162,7 +167,7 @@ def test_semaphores_of_reward_workers_whose_owner_and_cleaner_are_dead_are_known
         process.kill()  # Python's own cleaner first, as Ray does
     child.wait()
     assert semaphore.exists()
-    stops._end([], set(), tmp_path, 0.0)
+    stops.end_processes([], set(), tmp_path, 0.0)
     assert not semaphore.exists()
 
 

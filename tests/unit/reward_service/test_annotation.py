@@ -24,16 +24,19 @@ def test_what_answers_share_is_completed_once() -> None:
     assert prefixes([]) == []
 
 
-@pytest.mark.parametrize("accuracy, wanted", [
-    ([1, 0, 0, 1], (0.5, 1.0)),
-    ([0, 0], (0.0, 0.0)),
-    ([1], (1.0, 1.0)),
-    ([NAN, 1, 0, NAN], (0.5, 1.0)),  # not judged: neither right nor wrong
-    ([NAN, 0], (0.0, 0.0)),
-    ([0.9, 1.0], (0.5, 1.0)),  # a verifier's partial score is not right
-    ([NAN, NAN], None),
-    ([], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "accuracy, wanted",
+    [
+        ([1, 0, 0, 1], (0.5, 1.0)),
+        ([0, 0], (0.0, 0.0)),
+        ([1], (1.0, 1.0)),
+        ([NAN, 1, 0, NAN], (0.5, 1.0)),  # not judged: neither right nor wrong
+        ([NAN, 0], (0.0, 0.0)),
+        ([0.9, 1.0], (0.5, 1.0)),  # a verifier's partial score is not right
+        ([NAN, NAN], None),
+        ([], None),
+    ],
+)
 def test_label(accuracy: list[float], wanted: tuple[float, float] | None) -> None:
     assert label(accuracy) == wanted
 
@@ -57,16 +60,19 @@ def test_correlation() -> None:
     assert correlation([1, 1, 1], [0, 1, 0]) is None and correlation([1], [1]) is None
 
 
-@pytest.mark.parametrize("reasoning, wanted", [
-    ("12+30=42+4=46+5=51", [1, 1, 1]),
-    ("12+30=42+4=47+5=52", [1, 0, 0]),  # the last adds up, from a wrong total
-    ("12+30=42+4=47+5=51", [1, 0, 0]),  # a second slip that hits the answer
-    ("12+30=42+4=46+5=52 wait 46+5=51", [1, 1, 0, 1]),
-    ("12+30=42+4=47+5=52 wait 47+5=52", [1, 0, 0, 0]),
-    ("12+34=46+5=51", [0, 1]),  # not a step of the worked form; its end is
-    ("12+30=42+5=47", [1, 0]),
-    ("easy", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "reasoning, wanted",
+    [
+        ("12+30=42+4=46+5=51", [1, 1, 1]),
+        ("12+30=42+4=47+5=52", [1, 0, 0]),  # the last adds up, from a wrong total
+        ("12+30=42+4=47+5=51", [1, 0, 0]),  # a second slip that hits the answer
+        ("12+30=42+4=46+5=52 wait 46+5=51", [1, 1, 0, 1]),
+        ("12+30=42+4=47+5=52 wait 47+5=52", [1, 0, 0, 0]),
+        ("12+34=46+5=51", [0, 1]),  # not a step of the worked form; its end is
+        ("12+30=42+5=47", [1, 0]),
+        ("easy", []),
+    ],
+)
 def test_exact_steps_of_a_sum(reasoning: str, wanted: list[int]) -> None:
     response = f"<think>{reasoning}</think><answer>51</answer>"
     found = sum_steps("12+34+5=?", response)

@@ -1,4 +1,4 @@
-"""Files of labelled answers: every layout, what is odd named by file, row and column, and back from a record."""
+"""Files of labelled answers: every layout, faults named by file, row, column; and back again."""
 
 from __future__ import annotations
 
@@ -88,16 +88,22 @@ def test_hard_labels_and_answers_that_are_too_long(tmp_path: Path) -> None:
         read(tmp_path / "a.parquet", TOKENIZER, max_tokens=4)
 
 
-@pytest.mark.parametrize("row, wanted", [
-    ({"prompt": "1", "completion": "2"}, "row 1, column 'label': missing"),
-    ({"prompt": "1", "completion": "2", "label": 3}, "row 1, column 'label'.*in \\[0, 1\\]"),
-    ({"prompt": "1", "completion": "2", "label": "good"}, "row 1, column 'label'"),
-    ({"completion": "2", "label": 1}, "row 1, column 'prompt': missing"),
-    ({"prompt": "1", "completions": ["a", "b"], "labels": [1]}, "1 labels of 2 steps"),
-    ({"prompt": "1", "chosen": "2", "rejected": None}, "row 1, column 'rejected': missing"),
-    ({"prompt": "1", "chosen": "2", "rejected": ""}, "empty step or answer"),
-    ({"prompt_ids": [1], "completion_ids": [2], "ends": [0], "hard": [1]}, "column 'soft': missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, wanted",
+    [
+        ({"prompt": "1", "completion": "2"}, "row 1, column 'label': missing"),
+        ({"prompt": "1", "completion": "2", "label": 3}, "row 1, column 'label'.*in \\[0, 1\\]"),
+        ({"prompt": "1", "completion": "2", "label": "good"}, "row 1, column 'label'"),
+        ({"completion": "2", "label": 1}, "row 1, column 'prompt': missing"),
+        ({"prompt": "1", "completions": ["a", "b"], "labels": [1]}, "1 labels of 2 steps"),
+        ({"prompt": "1", "chosen": "2", "rejected": None}, "row 1, column 'rejected': missing"),
+        ({"prompt": "1", "chosen": "2", "rejected": ""}, "empty step or answer"),
+        (
+            {"prompt_ids": [1], "completion_ids": [2], "ends": [0], "hard": [1]},
+            "column 'soft': missing",
+        ),
+    ],
+)
 def test_what_is_odd_is_named(tmp_path: Path, row: dict[str, Any], wanted: str) -> None:
     with pytest.raises(DataFileError, match=wanted) as error:
         read(lines(tmp_path / "a.jsonl", row), TOKENIZER)

@@ -1,4 +1,5 @@
-"""The pool: hard deadlines, killed workers replaced, nothing lost, statuses instead of zeros; users' own rewards."""
+"""The pool: hard deadlines, killed workers replaced, no item lost, statuses instead of zeros; the
+user's own rewards."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0
     if act == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)
     if act == "child":
-        with open(extra_info["file"], "w") as file: file.write(str(subprocess.Popen(["sleep", "1000"]).pid))
+        pid = subprocess.Popen(["sleep", "1000"]).pid
+        with open(extra_info["file"], "w") as file: file.write(str(pid))
         time.sleep(1000)
     if act == "crash": os.kill(os.getpid(), signal.SIGKILL)
     if act == "exit": raise SystemExit(3)
@@ -288,7 +290,10 @@ def test_a_closed_pool_says_so_and_leaves_no_process() -> None:
 
 
 def test_adversarial_completions_through_the_pool(tmp_path: Path) -> None:
-    """No hang past the deadline, crash, wrong positive or silent zero; VOLLEY_FUZZ_ITEMS=10000 is the full run."""
+    """No hang past the deadline, no crash, no wrong answer accepted, no silent zero.
+
+    VOLLEY_FUZZ_ITEMS=10000 is the full run.
+    """
     mark, deadline = tmp_path / "mark", 5.0
     cases = adversarial(int(os.environ.get("VOLLEY_FUZZ_ITEMS", "1500")), seed=20, mark=str(mark))
     with RewardPool({"rules": {"accuracy": 1.0, "format": 1.0}, "timeout_s": deadline}, 2) as pool:

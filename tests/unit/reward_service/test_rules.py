@@ -13,29 +13,54 @@ from reward_service.rules.scorer import Scorer, score_safely
 GOOD = "<think>3+4</think><answer>7</answer>"
 
 
-@pytest.mark.parametrize("text, value", [
-    (GOOD, 1.0), (f"  {GOOD}\n", 1.0), ("<think>a\n\nb</think>\n\n<answer>\n7\n</answer>", 1.0),
-    (GOOD + "!", 0.0), ("x" + GOOD, 0.0), (GOOD + GOOD, 0.0), ("<think>3</think> so <answer>7</answer>", 0.0),
-    ("<answer>7</answer><think>3</think>", 0.0), ("<think>3</think><answer>7", 0.0),
-    ("<THINK>3</THINK><answer>7</answer>", 0.0),
-    ("3</think><answer>7</answer>", 0.0), ("<think>" + GOOD, 0.0), ("", 0.0),
-    (GOOD + "\u200b", 0.0), (GOOD + "\x00", 0.0),
-    ("<think>a <answer> b</think><answer>7</answer>", 0.0),
-    ("<think>a < b > c </thinks></think><answer>7</answer>", 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        (GOOD, 1.0),
+        (f"  {GOOD}\n", 1.0),
+        ("<think>a\n\nb</think>\n\n<answer>\n7\n</answer>", 1.0),
+        (GOOD + "!", 0.0),
+        ("x" + GOOD, 0.0),
+        (GOOD + GOOD, 0.0),
+        ("<think>3</think> so <answer>7</answer>", 0.0),
+        ("<answer>7</answer><think>3</think>", 0.0),
+        ("<think>3</think><answer>7", 0.0),
+        ("<THINK>3</THINK><answer>7</answer>", 0.0),
+        ("3</think><answer>7</answer>", 0.0),
+        ("<think>" + GOOD, 0.0),
+        ("", 0.0),
+        (GOOD + "\u200b", 0.0),
+        (GOOD + "\x00", 0.0),
+        ("<think>a <answer> b</think><answer>7</answer>", 0.0),
+        ("<think>a < b > c </thinks></think><answer>7</answer>", 1.0),
+    ],
+)
 def test_format_is_exact(text: str, value: float) -> None:
     assert format.format_reward(text) == value
 
 
-@pytest.mark.parametrize("text, block", [
-    (GOOD, "7"), ("<answer>7</answer>", "7"), ("<think>a <answer>5</answer> b</think><answer>7</answer>", "7"),
-    ("<think>a <answer>5</answer>", None), ("a <answer>5</answer></think>", None), ("<think>a</think><answer>7", None),
-    ("<think>a</think><answer>5</answer><answer>7</answer>", "7"), ("<think><think>a</think><answer>7</answer>", "7"),
-    ("<think>a <think>b</think> <answer>5</answer> c</think> d", None), ("<think>a</think><answer>7</answer> so", "7"),
-    ("<think>a</think><answer><answer>7</answer>", "7"), ("7</answer>", None), ("", None),
-    ("<think>a</think><answer>7</answer><think>b <answer>8</answer>", "7"), ("a</think><answer>7</answer>", "7"),
-    ("<answer>5</answer><think>b</think><answer>7</answer>", "7"), ("<answer>", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, block",
+    [
+        (GOOD, "7"),
+        ("<answer>7</answer>", "7"),
+        ("<think>a <answer>5</answer> b</think><answer>7</answer>", "7"),
+        ("<think>a <answer>5</answer>", None),
+        ("a <answer>5</answer></think>", None),
+        ("<think>a</think><answer>7", None),
+        ("<think>a</think><answer>5</answer><answer>7</answer>", "7"),
+        ("<think><think>a</think><answer>7</answer>", "7"),
+        ("<think>a <think>b</think> <answer>5</answer> c</think> d", None),
+        ("<think>a</think><answer>7</answer> so", "7"),
+        ("<think>a</think><answer><answer>7</answer>", "7"),
+        ("7</answer>", None),
+        ("", None),
+        ("<think>a</think><answer>7</answer><think>b <answer>8</answer>", "7"),
+        ("a</think><answer>7</answer>", "7"),
+        ("<answer>5</answer><think>b</think><answer>7</answer>", "7"),
+        ("<answer>", None),
+    ],
+)
 def test_answer_block_is_the_last_one_outside_the_reasoning(text: str, block: str | None) -> None:
     assert format.answer_block(text) == block
 
@@ -104,7 +129,8 @@ def test_repetition_is_the_share_of_repeated_ngrams() -> None:
 
 
 def test_reasoning_steps_are_counted_up_to_the_wanted_number() -> None:
-    text = "<think>Step 1: add\n2. carry\n- check\nFinally, done</think><answer>First, second,</answer>"
+    text = "<think>Step 1: add\n2. carry\n- check\nFinally, done</think>"
+    text += "<answer>First, second,</answer>"
     assert shaping.reasoning_steps_reward(text, 8) == 0.5
     assert shaping.reasoning_steps_reward(text, 3) == 1.0
     assert shaping.reasoning_steps_reward("<think>hm</think>", 3) == 0.0
@@ -156,13 +182,18 @@ def test_length_rules_see_tokens_and_the_budget() -> None:
     )
 
 
-@pytest.mark.parametrize("cfg, names", [
-    ({"rules": {}}, "reward.rules"), ({"rules": {"acuracy": 1.0}}, "acuracy"),
-    ({"rules": {"format": math.nan}}, "format"), ({"rules": {"cosine_length": 1.0}}, "cosine_length"),
-    ({"rules": {"format": 1.0}, "combine": "mean"}, "reward.combine"),
-    ({"rules": {"format": 1.0}, "options": {"langauge": {}}}, "langauge"),
-    ({"rules": {"format": 1.0}, "options": {"by_source": {"x": {"nope": 1.0}}}}, "by_source.x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cfg, names",
+    [
+        ({"rules": {}}, "reward.rules"),
+        ({"rules": {"acuracy": 1.0}}, "acuracy"),
+        ({"rules": {"format": math.nan}}, "format"),
+        ({"rules": {"cosine_length": 1.0}}, "cosine_length"),
+        ({"rules": {"format": 1.0}, "combine": "mean"}, "reward.combine"),
+        ({"rules": {"format": 1.0}, "options": {"langauge": {}}}, "langauge"),
+        ({"rules": {"format": 1.0}, "options": {"by_source": {"x": {"nope": 1.0}}}}, "by_source.x"),
+    ],
+)
 def test_a_bad_setting_is_refused_by_name(cfg: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         Scorer(cfg)

@@ -1,4 +1,4 @@
-"""Programs of a model are confined: every attack ends, gets nothing, and is reported as what it was."""
+"""Programs of a model are confined: every attack ends, gains nothing and is reported by kind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ confined = pytest.mark.skipif(bool(REFUSED), reason=f"the sandbox refuses to run
 
 
 def left_over() -> list[str]:
-    """Command lines of processes still running a sandboxed program, given the kernel two seconds to reap them."""
+    """Command lines of processes that still run a sandboxed program, two seconds after its end."""
     end = time.monotonic() + 2.0
     while (found := _running()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -63,26 +63,35 @@ def test_an_honest_program_gets_its_input_and_is_heard() -> None:
 
 
 @confined
-@pytest.mark.parametrize("program, kind", [
-    ("import os\nwhile True: os.fork()", "process limit"),
-    ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", "time limit"),
-    ("x = bytearray(10**10)", "memory limit"),
-    ("x = []\nwhile True: x.append(' ' * 10**6 + str(len(x)))", "memory limit"),
-    ("while True: pass", "time limit"),
-    ("import time; time.sleep(60)", "time limit"),
-    ("while True: print('x' * 1000)", "output limit"),
-    ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output limit"),
-    ("import socket; socket.create_connection(('127.0.0.1', 80))", "network or file access refused"),
-    ("import socket; socket.socket(socket.AF_UNIX)", "network or file access refused"),
-    ("open('/usr/lib/x', 'w')", "network or file access refused"),
-    ("open('/x', 'w')", "network or file access refused"),
-    ("f = open('x', 'wb')\nwhile True: f.write(b'x' * 10**6)", "file limit"),
-    ("import signal\nfor s in range(1, 65):\n  try: signal.signal(s, signal.SIG_IGN)\n"
-     "  except (OSError, ValueError): pass\nwhile True: pass", "time limit"),
-    ("import os; os.kill(os.getpid(), 11)", "killed"),
-    ("import sys; sys.exit(3)", "error"),
-    ("print(", "error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program, kind",
+    [
+        ("import os\nwhile True: os.fork()", "process limit"),
+        ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", "time limit"),
+        ("x = bytearray(10**10)", "memory limit"),
+        ("x = []\nwhile True: x.append(' ' * 10**6 + str(len(x)))", "memory limit"),
+        ("while True: pass", "time limit"),
+        ("import time; time.sleep(60)", "time limit"),
+        ("while True: print('x' * 1000)", "output limit"),
+        ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output limit"),
+        (
+            "import socket; socket.create_connection(('127.0.0.1', 80))",
+            "network or file access refused",
+        ),
+        ("import socket; socket.socket(socket.AF_UNIX)", "network or file access refused"),
+        ("open('/usr/lib/x', 'w')", "network or file access refused"),
+        ("open('/x', 'w')", "network or file access refused"),
+        ("f = open('x', 'wb')\nwhile True: f.write(b'x' * 10**6)", "file limit"),
+        (
+            "import signal\nfor s in range(1, 65):\n  try: signal.signal(s, signal.SIG_IGN)\n"
+            "  except (OSError, ValueError): pass\nwhile True: pass",
+            "time limit",
+        ),
+        ("import os; os.kill(os.getpid(), 11)", "killed"),
+        ("import sys; sys.exit(3)", "error"),
+        ("print(", "error"),
+    ],
+)
 def test_attack_is_reported_as_what_it_was(program: str, kind: str) -> None:
     limits, start = QUICK if kind in ("time limit", "process limit") else PATIENT, time.monotonic()
     assert run_program(program, "", limits).kind == kind
@@ -93,7 +102,8 @@ def test_attack_is_reported_as_what_it_was(program: str, kind: str) -> None:
 @confined
 def test_a_daemon_does_not_outlive_its_program() -> None:
     program = (
-        "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    time.sleep(60)\n"
+        "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n"
+        "    time.sleep(60)\n"
         "  os._exit(0)\nprint('done')"
     )
     start = time.monotonic()
@@ -124,7 +134,8 @@ def test_no_way_back_to_privileges_or_to_the_supervisor() -> None:
     program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
-print(libc.unshare(0x10000000), libc.unshare(0x40000000), libc.mount(b"x", b"/box", b"tmpfs", 0, None))
+print(libc.unshare(0x10000000), libc.unshare(0x40000000), end=" ")
+print(libc.mount(b"x", b"/box", b"tmpfs", 0, None))
 print(libc.ptrace(16, 1, 0, 0), libc.chroot(b"/box"), libc.setuid(0))
 try: os.kill(1, 9)
 except OSError: pass
@@ -208,13 +219,15 @@ def test_nothing_runs_where_a_limit_cannot_be_set(
     reason="drops from root to another user; without root every test here does it",
 )
 def test_it_confines_without_privileges_too() -> None:
-    """The same as an ordinary user, by the system's Python (the environment's may lie where only root can read)."""
+    """The same for an ordinary user, with the Python of the system: that of the environment may be
+    readable by root only."""
     python = Path("/usr/bin/python3")
     if not python.exists():
         pytest.skip("no system Python")
     script = Path(programs.CHILD).read_text()
     job = {
-        "program": "import os\ntry: os.listdir('/root')\nexcept OSError as e: print(type(e).__name__, os.getuid())\n"
+        "program": "import os\ntry: os.listdir('/root')\n"
+        "except OSError as e: print(type(e).__name__, os.getuid())\n"
         "import socket\nsocket.socket()",
         "stdin": "",
         "prefix": "/usr",

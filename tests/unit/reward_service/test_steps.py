@@ -7,15 +7,23 @@ import pytest
 from reward_service.step_labels.steps import running_sum, token_at, token_steps
 
 
-@pytest.mark.parametrize("response, wanted", [
-    ("<think>12+30=42+4=46</think><answer>46</answer>", [("12+30=42", 1.0), ("12+30=42+4=46", 1.0)]),
-    ("<think>12+30=42+4=47</think>", [("12+30=42", 1.0), ("12+30=42+4=47", 0.0)]),
-    ("<think>12+30=41+4=45 wait 41+4=45", [("12+30=41", 0.0), ("12+30=41+4=45", 1.0),
-                                           ("12+30=41+4=45 wait 41+4=45", 1.0)]),
-    ("<think>easy</think><answer>1+1=2</answer>", []),  # the answer is no reasoning
-    ("1+2=", []),
-    ("", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "response, wanted",
+    [
+        (
+            "<think>12+30=42+4=46</think><answer>46</answer>",
+            [("12+30=42", 1.0), ("12+30=42+4=46", 1.0)],
+        ),
+        ("<think>12+30=42+4=47</think>", [("12+30=42", 1.0), ("12+30=42+4=47", 0.0)]),
+        (
+            "<think>12+30=41+4=45 wait 41+4=45",
+            [("12+30=41", 0.0), ("12+30=41+4=45", 1.0), ("12+30=41+4=45 wait 41+4=45", 1.0)],
+        ),
+        ("<think>easy</think><answer>1+1=2</answer>", []),  # the answer is no reasoning
+        ("1+2=", []),
+        ("", []),
+    ],
+)
 def test_running_sum_by_hand(response: str, wanted: list[tuple[str, float]]) -> None:
     start = len("<think>") if response.startswith("<think>") else 0
     assert running_sum(response) == [(start + len(text), reward) for text, reward in wanted]

@@ -1,4 +1,4 @@
-"""Reward-model training: batches, measures and losses against hand-worked values and float64 references."""
+"""Batches, measures and losses of reward models, against hand-worked and float64 references."""
 
 from __future__ import annotations
 
