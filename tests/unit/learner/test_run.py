@@ -175,7 +175,7 @@ INTERRUPTED = """
 import runpy, signal, sys
 from learner import checks
 
-# A test suite that a shell runs in the background ignores SIGINT.
+# A shell makes the processes that it runs in the background ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def validate(cfg):
