@@ -1,8 +1,9 @@
-"""Every wrong setting is refused before an engine starts, by one sentence that names the key and says what to do."""
+"""A wrong setting is refused before an engine starts, by one sentence that says what to do."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from conf.compose import CONF, read, rewrite
 from conf.field import Bounds
 from conf.schema import Config, ConfigError
 from conf.settings import bounds, choices, declarations, get, keys, nearest
 from learner.algorithms import parts
 from learner.checks import validate
-from learner.main import CONF, load, rewrite
+from learner.main import load, main
 
 ROOT = Path(__file__).parents[3]
 
@@ -297,6 +299,96 @@ def test_the_program_refuses_quickly(model: str, argv: list[str], words: str) ->
     )
 
 
+OVERRIDES = [
+    ("+rollout={foo: 1}", "rollout.foo=1: unknown setting. Did you mean "),
+    ("~rollout.foo", "rollout.foo=: unknown setting."),
+    ("rollout.group_sise=4,8", "rollout.group_sise=4,8: unknown setting."),
+    ("algorithm@x.y=grpo", "settings="),
+    ("rollout={group_size: abc}", "rollout.group_size=abc: expected a value of type Integer."),
+    ("rollout=5", "rollout=5: expected a mapping"),
+    ("steps=1,abc", "steps=1,abc: expected a value of type Integer."),
+    ("reward.rules.accuracy=abc", "reward.rules.accuracy=abc: expected a value of type Float."),
+    ("reward.rules=5", "reward.rules=5: expected a mapping"),
+    ("reward.models=null", "reward.models=null: a value must be given."),
+    ("data.terms=5", "data.terms=5: expected a list"),
+    ("run_dir=[1]", "run_dir=[1]: expected a value of type String."),
+    ("algorithm.tis_cap=abc", "algorithm.tis_cap=abc: expected a value of type Float."),
+    ("algorithm=recipe/nope", "algorithm=recipe/nope: expected one of cispo, "),
+    ("algorithm=grpo,nope", "algorithm=grpo,nope: expected one of cispo, "),
+    ("stage=nope", "stage=nope: expected one of annotate, pretrain, reward_model, rl."),
+    ("+foo/bar=x", "foo/bar=x: unknown setting."),
+    ("=3", "=3: expected key=value."),
+    ("steps=1=2", "steps=1=2: expected key=value."),
+    ("steps=1,2", "settings="),  # from here on in Hydra's words
+    ("reward.options.foo=3", "reward.options.foo=3: Could not override"),
+    ("run_dir=outputs/${nope}", "run_dir=outputs/${nope}: Interpolation key 'nope' not found"),
+    ("+reward.rules.x=[1]", "reward.rules.x=[1]: expected a value of type Float."),
+    ("rollout.timeout_s=???", "rollout.timeout_s=???: must be given."),
+]
+
+
+@pytest.mark.parametrize("override, start", OVERRIDES)
+def test_a_wrong_override_is_named_in_one_line(model: str, override: str, start: str) -> None:
+    text = error_of(["experiment=r1_zero", f"model={model}", override])
+    assert text.startswith(start) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "override", ["stepz=4", "steps=abc", "algorithm=nope", "seed=null", "+rollout.foo=1"]
+)
+def test_overrides_are_checked_before_anything_is_composed(
+    override: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conf.compose.compose", lambda *_, **__: pytest.fail("composed"))
+    error_of([override])
+
+
+@pytest.mark.parametrize("override, value", [
+    ("algorithm.tis_cap=null", None),
+    ("steps='5'", 5),
+    ("steps=${seed}", 0),
+    ("cluster.dashboard=no", False),
+    ("optimizer.lr=1", 1.0),
+    ("+model.architecture.layers=1", {"layers": 1}),
+    ("+reward.options.custom={mine: {path: x}}", {"custom": {"mine": {"path": "x"}}}),
+    ("hydra.job.name=x", None),
+])  # fmt: skip
+def test_what_the_types_admit_is_composed(override: str, value: object) -> None:
+    cfg = read([override]).cfg
+    key = override.partition("=")[0].lstrip("+").replace(".layers", "").replace(".custom", "")
+    assert key.startswith("hydra.") or get(cfg, key) == value
+
+
+def test_each_run_of_a_sweep_is_checked_before_the_first_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--multirun", "experiment=r1_zero", "rollout.group_sise=4,8"]) == 2
+    assert capsys.readouterr().err.startswith("volley: error: rollout.group_sise=4,8: unknown")
+
+
+def test_a_file_with_an_unknown_or_wrong_setting_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(CONF, tmp_path / "conf")
+    monkeypatch.setattr("conf.compose.CONF", tmp_path / "conf")
+    file = tmp_path / "conf" / "data" / "arithmetic.yaml"
+    shipped = file.read_text()
+    for line, words in (
+        ("foo: 3", ["data.foo=:", "data/arithmetic", "'foo' not in 'DataConfig'"]),
+        ("size: abc", ["data.size=:", "data/arithmetic", "Integer"]),
+        ("size: [", ["arithmetic.yaml"]),
+    ):
+        file.write_text(f"{shipped}{line}\n")
+        text = error_of(["experiment=r1_zero"])
+        assert all(word in text for word in words) and "\n" not in text, text
+
+
+@pytest.mark.parametrize("template", choices("data.template"))
+def test_every_template_of_the_prompts_is_allowed(model: str, template: str) -> None:
+    cfg = load(["experiment=r1_zero", f"model={model}", f"data.template={template}"])
+    assert cfg.data.template == template
+
+
 @pytest.mark.parametrize("path", sorted((CONF / "algorithm").glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_algorithms_load(model: str, path: Path) -> None:
     cfg = load([f"model={model}", "data.max_prompt_tokens=40", f"algorithm={path.stem}"])
@@ -337,7 +429,7 @@ def test_short_forms() -> None:
 
 
 def test_names_that_config_repeats_are_those_of_the_code() -> None:
-    """The schema lists the names, because it imports nothing; the code holds what they stand for."""
+    """The schema lists the names, because it imports nothing; the code holds their meanings."""
     from actors.data.build import BUILDERS
     from actors.data.prompt import TEMPLATES
     from learner.algorithms import losses, parts

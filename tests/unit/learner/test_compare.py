@@ -11,6 +11,7 @@ import yaml
 
 from cluster.monitoring.sinks import MetricLog
 from cluster.monitoring.stat import MetricError
+from conf.compose import read
 from conf.schema import Config
 from learner import main, run
 from learner.reports import compare
@@ -176,8 +177,9 @@ def test_a_folder_without_finished_runs_is_named(tmp_path: Path) -> None:
 
 
 def test_the_shipped_experiments_are_sweeps_of_comparable_runs() -> None:
-    cfg, sweep = main.read(["experiment=compare_algorithms"])
-    assert sweep == [
+    composed = read(["experiment=compare_algorithms"])
+    cfg = composed.cfg
+    assert composed.sweep == [
         "+experiment=compare_algorithms",
         "algorithm=grpo,rloo,reinforce_pp,dr_grpo,ppo",
         "seed=0,1,2",
@@ -194,15 +196,13 @@ def test_the_shipped_experiments_are_sweeps_of_comparable_runs() -> None:
         )
         assert one.algorithm.beta == 0 and one.algorithm.name == name
     assert one.algorithm.options["critic_lr"] > one.optimizer.lr
-    _, sweep = main.read(["experiment=skip_dead", "seed=3", "algorithm.filter=none,resample"])
-    assert sweep == ["+experiment=skip_dead", "seed=3", "algorithm.filter=none,resample"]
-    assert main.read(["experiment=r1_zero", "seed=1"])[1] == []
+    composed = read(["experiment=skip_dead", "seed=3", "algorithm.filter=none,resample"])
+    assert composed.sweep == ["+experiment=skip_dead", "seed=3", "algorithm.filter=none,resample"]
+    assert read(["experiment=r1_zero", "seed=1"]).sweep == []
 
 
 class Fake:
-    """Stands for learner.main.apart: prepares the folder as that does.
-
-    It ends with the status that its name gives."""
+    """Stands for learner.main.execute_in_process; ends with the status of the folder's name."""
 
     def __init__(self, statuses: dict[str, int]) -> None:
         self.statuses, self.done = statuses, []
@@ -233,7 +233,7 @@ def test_a_failed_run_is_named_loses_no_other_and_is_done_again(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = Fake({"grpo-seed1": 1})
-    monkeypatch.setattr(main, "apart", first)
+    monkeypatch.setattr(main, "execute_in_process", first)
     assert main.main(arguments) == 1
     assert first.done == ["grpo-seed0", "grpo-seed1", "rloo-seed0", "rloo-seed1"]
     told = capsys.readouterr()
@@ -242,7 +242,7 @@ def test_a_failed_run_is_named_loses_no_other_and_is_done_again(
     table = Path("sweep/comparison.md").read_text()
     assert "| grpo | 1 |" in table and "| rloo | 2 |" in table
     again = Fake({})
-    monkeypatch.setattr(main, "apart", again)
+    monkeypatch.setattr(main, "execute_in_process", again)
     assert main.main(arguments) == 0
     assert again.done == ["grpo-seed1"]  # nothing that is finished is repeated
     assert "| grpo | 2 |" in Path("sweep/comparison.md").read_text()
@@ -252,7 +252,7 @@ def test_a_sweep_that_only_checks_has_nothing_to_compare(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Fake({})
-    monkeypatch.setattr(main, "apart", fake)
+    monkeypatch.setattr(main, "execute_in_process", fake)
     assert main.main([*arguments, "preflight=true"]) == 0
     assert len(fake.done) == 4 and not Path("sweep/comparison.md").exists()
 
@@ -260,7 +260,7 @@ def test_a_sweep_that_only_checks_has_nothing_to_compare(
 def test_other_settings_are_not_taken_for_the_finished_run(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "apart", Fake({}))
+    monkeypatch.setattr(main, "execute_in_process", Fake({}))
     once = [a for a in arguments if not a.startswith(("seed=", "steps="))] + ["seed=0"]
     assert main.main([*once, "steps=2"]) == 0
     for changed, count in (
@@ -269,7 +269,7 @@ def test_other_settings_are_not_taken_for_the_finished_run(
         (["steps=3", "optimizer.lr=0.5"], 2),
     ):
         other = Fake({})
-        monkeypatch.setattr(main, "apart", other)
+        monkeypatch.setattr(main, "execute_in_process", other)
         assert main.main([*once, *changed]) == 0
         assert len(other.done) == count, changed
 
@@ -279,7 +279,7 @@ def test_an_interrupted_sweep_stops(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     stopped = Fake({"grpo-seed1": status})
-    monkeypatch.setattr(main, "apart", stopped)
+    monkeypatch.setattr(main, "execute_in_process", stopped)
     with pytest.raises(SystemExit) as caught:
         main.main(arguments)
     assert caught.value.code == status and stopped.done == ["grpo-seed0", "grpo-seed1"]
@@ -289,7 +289,7 @@ def test_a_run_whose_settings_cannot_work_is_named(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake = Fake({})
-    monkeypatch.setattr(main, "apart", fake)
+    monkeypatch.setattr(main, "execute_in_process", fake)
     assert (
         main.main([*arguments[2:], *arguments[:1], "algorithm=grpo,dr_grpo", "algorithm.beta=0.1"])
         == 1
