@@ -2,7 +2,7 @@
 
 Each setting is declared once, by `conf.field.setting`. The settings table in docs/configuration.md,
 the checks of single values and the search for unknown keys all read these declarations
-(conf/settings.py). How settings must fit together is checked in learner/checks.py.
+(conf/settings.py). How settings must fit together is checked in learner/checks/.
 
 Imports nothing heavier than the standard library, so that a mistake in a setting is reported in a
 second or two. Sizes are counts of prompts, samples (completions) or tokens. Times are in seconds.
