@@ -219,9 +219,9 @@ _NUMBER = (
 )
 _SCAN = re.compile(
     rf"(?P<space>\s+)|(?P<num>(?:{_NUMBER})(?:[eE][+-]?\d+(?![\w.]))?)|(?P<name>[A-Za-z]+)"
-    r"|(?P<text>\\(?:text|textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathsf"
-    r"|mathit|bf|rm|operatorname)"
-    r"(?![A-Za-z])\*?\s*\{)|(?P<command>\\[A-Za-z]+|\\.)|(?P<foreign>[^\W\d_]+)|(?P<op>.)",
+    r"|(?P<text>\\(?:text|textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathsf|mathit"
+    r"|bf|rm|operatorname)(?![A-Za-z])\*?\s*\{)|"
+    r"(?P<command>\\[A-Za-z]+|\\.)|(?P<foreign>[^\W\d_]+)|(?P<op>.)",
     re.DOTALL,
 )
 _SMALL_POWER = re.compile(r"\s*\^\s*(?:\{\s*(-?\d)\s*\}|(-?\d))(?!\d)|(?<=[cmkd]m|ft)([23])(?!\d)")
