@@ -52,7 +52,7 @@ lint: $(READY)  ## check style and formatting with ruff
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-check: lint  ## lint, then run the unit tests (under 3 minutes)
+check: lint  ## lint, then run the unit tests, which start no engine
 	$(PY) -m pytest tests/unit $(ARGS)
 
 bench: $(READY)  ## run the benchmark; the results go to benchmarks/results

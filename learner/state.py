@@ -44,7 +44,7 @@ class State:
     worst_mismatch: float = 0.0  # largest |learner - generator| log-probability seen, in nats
     reference_reset_at: int = 0  # step whose policy is the reference; 0: the initial model
     warned: dict[str, Any] = field(default_factory=dict)  # state of the guards
-    # Iterative training of a reward model (learner/stages/iterative.py).
+    # Iterative training of a reward model (learner/stages/rl/iterative.py).
     refreshes: int = 0
     refreshed_at: int = -1  # the step after which the last refresh came; -1: none yet
 

@@ -1,4 +1,7 @@
-"""`python -m learner.submit +experiment=r1_zero ...`: check the settings, then send the run to a cluster as a Ray job."""
+"""`python -m learner.submit +experiment=r1_zero ...`: send a run to a cluster as a Ray job.
+
+The settings are checked here, and everything else that a job needs in cluster/jobs/submit.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine has left: memory, disk, and whether a cluster can be reached."""
+"""What the machine has free: memory and disk; and whether a cluster can be reached."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from cluster import plan
 
 
 class PreflightError(ValueError):
-    """A run cannot start; the message names the setting, the numbers and what to do."""
+    """A run cannot start. The message names the setting, the numbers and what to do."""
 
 
 def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory that can still be used.
+    """Return the bytes of memory that are free: of the machine, or of this process's control group
+    if that allows less.
 
-    These are those of the machine, or of this process's control group where that allows less.
+    root: where the files of control groups are.
     """
     free = psutil.virtual_memory().available
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit_file, usage_file in (
+        ("memory.max", "memory.current"),  # version 2 of control groups
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
     ):
         try:
-            most, now = (root / limit).read_text().strip(), int((root / used).read_text())
-        except OSError:  # no such version of control groups here
+            limit = (root / limit_file).read_text().strip()
+            usage = int((root / usage_file).read_text())
+        except OSError:  # the machine does not have this version
             continue
-        if most != "max":
-            free = min(free, int(most) - now)
+        if limit != "max":
+            free = min(free, int(limit) - usage)
     return max(0, free)
 
 
 def reach(address: str, timeout_s: float) -> str:
-    """Connect to HOST:PORT (or ray://HOST:PORT) and hang up. Raises PreflightError."""
+    """Check that HOST:PORT or ray://HOST:PORT accepts connections. Raises PreflightError if not."""
     if address == "auto":
         return "RAY_ADDRESS=auto: the one that Ray finds on this machine"
-    found = re.fullmatch(r"(?:ray://)?(\[[^\]]+\]|[^:/\s]+):(\d{1,5})", address)
-    if not found:
+    parts = re.fullmatch(r"(?:ray://)?(\[[^\]]+\]|[^:/\s]+):(\d{1,5})", address)
+    if not parts:
         raise PreflightError(
             f"cluster.address={address}: expected auto, local, HOST:PORT or ray://HOST:PORT."
         )
     try:
-        socket.create_connection((found[1].strip("[]"), int(found[2])), timeout_s).close()
+        socket.create_connection((parts[1].strip("[]"), int(parts[2])), timeout_s).close()
     except (OSError, OverflowError) as error:
         raise PreflightError(
             f"cluster.address={address}: no answer within {timeout_s:g} s: {error}. Is the head "
@@ -55,7 +57,8 @@ def reach(address: str, timeout_s: float) -> str:
 
 
 def disk_shortage(folder: Path, need: int) -> str:
-    """A sentence that says what is missing, or "" where the disk has `need` bytes free."""
+    """Return "" if the disk of `folder` has `need` bytes free, else a sentence that says how many
+    are missing."""
     free = shutil.disk_usage(existing(folder)).free
     if need <= free:
         return ""
@@ -63,5 +66,5 @@ def disk_shortage(folder: Path, need: int) -> str:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder, or the nearest one above it that exists."""
     return next(p for p in (folder, *folder.parents) if p.is_dir())

@@ -1,4 +1,4 @@
-"""Whether the configured rewards accept answers known to be right, and refuse a wrong one."""
+"""The check that the configured rewards accept answers known to be right and no wrong one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ WRONG = "-7654321.5"  # the answer to no question
 
 
 def right_answer(prompt: Prompt) -> str | None:
-    """An answer known to be right; None where the data set only holds a way to check one."""
+    """Return an answer known to be right, or None if the data set holds only a way to check one."""
     return prompt.gold if prompt.task in ("math", "reasoning_gym") else None
 
 
 def check_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
-    """`probe_rewards`. Its errors are notes where answers are given and rewards only measure."""
+    """Run `probe_rewards` and return its result.
+
+    If the algorithm trains on given answers, rewards only measure, so an error becomes a note.
+    """
     try:
         return probe_rewards(cfg, prompts)
     except PreflightError as error:
@@ -29,10 +32,11 @@ def check_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
 
 
 def probe_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
-    """Score right answers of a few prompts and a wrong one. Returns (what was seen, note or "").
+    """Score the right answers of a few prompts, and one wrong answer.
 
-    They are scored as in training, by a killable worker. Raises PreflightError where statuses would
-    stop the run, where no right answer is judged right, or where the wrong one is.
+    They are scored as in training, in a process that can be killed. Returns (summary, note or "").
+    Raises PreflightError if so many rewards fail that they would stop the run, if no right answer
+    is judged right, or if the wrong answer is.
     """
     from reward_service.combine import rule_weights
     from reward_service.processes import RewardPool
@@ -58,7 +62,7 @@ def probe_rewards(cfg: Config, prompts: list[Prompt]) -> tuple[str, str]:
 
 
 def probe_item(cfg: Config, name: str, prompt: Prompt, answer: str) -> Any:
-    """The RewardItem of a response that gives `answer` in the R1 format."""
+    """Return the RewardItem of a response that gives `answer` in the R1 format."""
     from reward_service.rules.item import RewardItem
 
     opening = "" if "<think>" in prompt.prefill else "<think>"
@@ -77,17 +81,18 @@ def probe_item(cfg: Config, name: str, prompt: Prompt, answer: str) -> Any:
 
 
 def judge_probes(cfg: Config, first: Prompt, results: Sequence[Any], wrong: Any) -> tuple[str, str]:
-    """(what was seen, note or "") of the results of right answers and of the wrong one.
+    """Return (summary, note or "") of the results. Raises PreflightError as `probe_rewards` does.
 
-    `first` is the prompt of the wrong answer. Raises PreflightError.
+    first: the first prompt, to which the wrong answer was given. results: of the right answers.
+    wrong: the result of the wrong answer.
     """
     total = len(results) + 1
-    bad = [r for r in [*results, wrong] if r.status != "ok"]
-    if len(bad) / total > cfg.reward.max_failure_share:
+    failed = [r for r in [*results, wrong] if r.status != "ok"]
+    if len(failed) / total > cfg.reward.max_failure_share:
         raise PreflightError(
-            f"{len(bad)} of {total} rewards of known answers are not ok, more than "
+            f"{len(failed)} of {total} rewards of known answers are not ok, more than "
             f"reward.max_failure_share={cfg.reward.max_failure_share:g}. The first: "
-            f"{bad[0].status}, {bad[0].reason}. Mend the reward or the data."
+            f"{failed[0].status}, {failed[0].reason}. Mend the reward or the data."
         )
     verdicts = [r.parts["accuracy"] for r in results if "accuracy" in r.parts]
     if wrong.parts.get("accuracy", 0.0) >= 1:
@@ -105,8 +110,9 @@ def judge_probes(cfg: Config, first: Prompt, results: Sequence[Any], wrong: Any)
         f"{sum(v >= 1 for v in verdicts)} of {len(verdicts)} right answers judged right; "
         f"a wrong one gets {wrong.total:g}"
     )
-    if bad:
-        return summary, f"{len(bad)} of {total} not ok, such as: {bad[0].status}, {bad[0].reason}"
+    if failed:
+        example = f"{failed[0].status}, {failed[0].reason}"
+        return summary, f"{len(failed)} of {total} not ok, such as: {example}"
     if not results:
         task = first.task
         return summary, f"no right answer is known for task {task}; only a wrong one was scored"

@@ -18,7 +18,7 @@ ALL = (*QUICK, "weights", "data", "rewards")
 
 
 def quick(cfg: Config, run_dir: Path) -> list[str]:
-    """Make the checks of every start, and return what is worth knowing.
+    """Make the checks of every start, and return their notes.
 
     Raises the error of the first check that fails (PreflightError, ModelError and others).
     """
@@ -54,14 +54,14 @@ def report(cfg: Config, run_dir: Path) -> int:
 
     with Live(table, console=console) if console.is_terminal else nullcontext():
         for name in ALL:
-            known = len(checks.notes)
+            earlier_notes = len(checks.notes)
             try:
                 seen = getattr(checks, name)()
-            except Exception as error:  # noqa: BLE001 - told in the table
+            except Exception as error:  # noqa: BLE001 - the table shows it
                 failure = str(error).strip() or type(error).__name__
                 row(name.replace("_", " "), "FAIL", failure)
                 break
-            notes = checks.notes[known:]
+            notes = checks.notes[earlier_notes:]
             row(name.replace("_", " "), "note" if notes else "ok", "; ".join([seen, *notes]))
     print(
         f"volley: error: {failure}" if failure else "volley: ready to run",

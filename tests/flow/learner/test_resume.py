@@ -130,7 +130,8 @@ def at(name):
     if name == moment and number == step:
         threading.Timer(delay, die).start() if delay else die()
 
-FOR_NEXT = ("gen", "reward", "ref", "adv", "update", "sync")  # `done` is counted up before the checkpoint
+# `done` is counted up before the checkpoint.
+FOR_NEXT = ("gen", "reward", "ref", "adv", "update", "sync")
 phase, commit, prune = Clock.phase, Store.commit, Store.prune
 
 def watched_step(run, state, number):

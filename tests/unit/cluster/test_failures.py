@@ -1,4 +1,4 @@
-"""Failures are told apart by what they are, through Ray's wrapping too; what is not known stops the run."""
+"""Failures are classified by their cause, also within Ray's; unknown ones stop the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def made(name: str, *bases: type, **attributes: object) -> type:
 
 
 def wrapped(cause: BaseException) -> BaseException:
-    """As Ray raises what was raised inside an actor: of both classes, with the cause, and a traceback for a message."""
+    """The error that Ray raises for one raised inside an actor. It has both classes and the cause,
+    and its message is a traceback.
+    """
     both = made("ray.exceptions.RayTaskError", made("ray.exceptions.RayError"), type(cause))
     error = both("ray::Generator.generate() (pid=1)\n  File ...\nthe cause in many lines")
     error.cause = cause
@@ -100,7 +102,7 @@ def test_lost_objects() -> None:
 
 
 def test_names_are_those_of_the_packages() -> None:
-    """The real classes, where the packages are installed: a renamed one would be taken for a bug."""
+    """These are the real classes where the packages are installed, so a renamed one is noticed."""
     ray, dist = pytest.importorskip("ray.exceptions"), pytest.importorskip("torch.distributed")
     from cluster.supervision.failures import INFRASTRUCTURE
     from cluster.supervision.remote import DeadlineExceeded

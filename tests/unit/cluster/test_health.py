@@ -1,4 +1,6 @@
-"""The state machine of a supervised actor: legal ways only, and never more restarts than the budget in any window."""
+"""The state machine of a supervised actor allows legal transitions only, and never more restarts
+than the budget in any window.
+"""
 
 from __future__ import annotations
 

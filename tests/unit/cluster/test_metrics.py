@@ -1,4 +1,4 @@
-"""Metrics: reduction that does not depend on the split, shares in [0, 1], JSON that is always JSON."""
+"""Metrics: the split changes no reduction, shares lie in [0, 1], JSON is always valid."""
 
 from __future__ import annotations
 
@@ -186,7 +186,10 @@ def test_docs_table_equals_the_registry() -> None:
 
 
 def test_importing_metrics_and_progress_is_cheap() -> None:
-    code = "import sys, cluster.monitoring.sinks, cluster.monitoring.progress; print(sys.modules.keys() & {'ray', 'wandb', 'torch'})"
+    code = (
+        "import sys, cluster.monitoring.sinks, cluster.monitoring.progress; "
+        "print(sys.modules.keys() & {'ray', 'wandb', 'torch'})"
+    )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

@@ -86,8 +86,9 @@ def test_need_and_have_are_named() -> None:
         WANTED, [{"CPU": 4.0, "memory": 9.0}, {"CPU": 2.0, "big": 1.0}], {"CPU": 5.0, "big": 1.0}
     )
     assert text == (
-        "needs CPU 7, big 3: 1 x learner (CPU 1), 3 x generator (CPU 2, big 1). Free are CPU 5, "
-        "big 1, on nodes that have CPU 4, big 0 | CPU 2, big 1: short of CPU 2, big 2."
+        "needs CPU 7, big 3: 1 x learner (CPU 1), 3 x generator (CPU 2, big 1). "
+        "Free are CPU 5, big 1, on nodes that have CPU 4, big 0 | CPU 2, big 1: "
+        "short of CPU 2, big 2."
     )
 
 

@@ -10,10 +10,17 @@ from rich.console import Console
 from cluster.monitoring.progress import Progress, comparison, comparison_rows, duration, sparkline
 
 VALUES = {
-    "reward/mean": 0.5, "reward/accuracy": 0.25, "response_length/mean": 17.04, "actor/kl_loss": 0.00125,
-    "regime/saturated": 0.25, "regime/learnable": 0.5, "regime/collapsed": 0.125, "regime/scattered": 0.125,
-    "perf/tokens_per_s": 1234.5, "timing_s/step": 2.0,
-}  # fmt: skip
+    "reward/mean": 0.5,
+    "reward/accuracy": 0.25,
+    "response_length/mean": 17.04,
+    "actor/kl_loss": 0.00125,
+    "regime/saturated": 0.25,
+    "regime/learnable": 0.5,
+    "regime/collapsed": 0.125,
+    "regime/scattered": 0.125,
+    "perf/tokens_per_s": 1234.5,
+    "timing_s/step": 2.0,
+}
 BEFORE = {
     "pass@1": 0.31,
     "pass@8": 0.9,

@@ -1,4 +1,4 @@
-"""What `python -m learner.submit` checks before it sends anything."""
+"""`python -m learner.submit` checks all it can before it sends a job to Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TOKEN = "0123456789abcdef"
 
 
 class Dashboard(BaseHTTPRequestHandler):
-    """A server that answers as Ray's dashboard.
+    """A server that answers as Ray's dashboard does.
 
-    answers: JSON by path. token: requests without it get 401. asked: (path, whether a token came
-    along) of each request.
+    `answers` maps a path to JSON. A request without `token` gets 401. `asked` lists the requests:
+    (path, whether a token was sent).
     """
 
     answers: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""From scored groups to the learner's plan: a hand-worked GRPO example, masked rewards, filters, weights."""
+"""From scored groups to the learner's plan: GRPO by hand, masked rewards, filters, weights."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def columns(found: Assembled) -> dict[str, np.ndarray]:
 
 
 def test_grpo_by_hand() -> None:
-    """Group 10 has rewards 1 0 0 1 (mean 1/2, std 1/2), group 11 has 1 0 0 0 (mean 1/4, std sqrt(3)/4)."""
+    """Group 10 has rewards 1 0 0 1 (mean 1/2, std 1/2).
+
+    Group 11 has rewards 1 0 0 0 (mean 1/4, std sqrt(3)/4).
+    """
     found = assemble(
         config(), [meta(10, [2, 4, 1, 3]), meta(11, [5, 5, 2, 1])], scores([1, 0, 0, 1, 1, 0, 0, 0])
     )
@@ -168,7 +171,8 @@ def test_weights_belong_to_each_optimizer_step(normaliser: str, constant: float 
     for u in (0, 1):
         mine = plan["update"] == u
         total = (plan["weight"][mine] * flat[mine]).sum()
-        # The weights of all tokens of a step: 1 for means; for a constant, tokens / (answers x constant).
+        # The weights of all tokens of a step sum to 1 for means, and for a constant to
+        # tokens / (answers x constant).
         assert total == pytest.approx(1.0 if constant is None else flat[mine].sum() / (4 * 88.0))
 
 
@@ -206,7 +210,7 @@ def test_down_weight_counts_a_dead_group_a_tenth_in_sum_and_denominator() -> Non
 
 
 def test_overlong_penalty_enters_the_rewards_before_the_baseline() -> None:
-    """Budget 64, share 0.25: 16 tokens over which the penalty grows; 56 tokens lose 0.5, 64 lose 1."""
+    """With budget 64 and share 0.25 the penalty grows over 16 tokens: 56 lose 0.5, 64 lose 1."""
     cfg = config(std_normalise=False, options={"overlong_share": 0.25})
     cfg.rollout.max_tokens = 64
     found = assemble(

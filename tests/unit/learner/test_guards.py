@@ -1,4 +1,4 @@
-"""Guards on values chosen by hand: each warns at its bound, once, and again after an end."""
+"""Warnings against values chosen by hand: each begins at its bound, comes once, and may recur."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def test_skipped_steps():
     "absent", [{}, {"actor/entropy": math.nan, "response_length/mean": math.nan}]
 )
 def test_a_step_that_tells_nothing_changes_nothing(absent: Values):
-    """A step whose groups were all left out has no entropy.
-
-    It neither ends an episode nor gives the first value."""
+    """A step whose groups were all left out has no entropy. It neither ends an episode nor counts
+    as the first value.
+    """
     told = run([absent, *entropy(1.0, 0.05), absent, *entropy(0.05, 0.5, 0.05)])
     assert [len(t) for t in told] == [0, 0, 1, 0, 0, 0, 1]
 
@@ -112,8 +112,8 @@ def test_a_model_whose_score_rises_while_accuracy_falls_is_told_once_the_window_
         (0.6, 0.6, 0.5, 0.5, 0.5, 0.4, 0.5, 0.5, 0.3),
     )
     told = run(judged(scores, right), reward_window=4)
-    # Changes of the halves' means: 0.05 and -0.1; 0.1, -0.05; 0.05, -0.05; 0, -0.05; 0, 0.05;
-    # 0.04, -0.05
+    # Changes of the means of the two halves (score, accuracy), from the fourth step on:
+    # (0.05, -0.1), (0.1, -0.05), (0.05, -0.05), (0, -0.05), (0, 0.05), (0.04, -0.05).
     assert [len(t) for t in told] == [0, 0, 0, 1, 0, 0, 0, 0, 0]
     assert (
         "reward model orm" in told[3][0]

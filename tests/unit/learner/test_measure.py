@@ -96,7 +96,9 @@ def test_values_by_hand(values: dict[str, float | Stat]) -> None:
 def test_staleness_counts_from_the_version_that_was_trained(
     values: dict[str, float | Stat],
 ) -> None:
-    """Version 6 was published by this step, so version 5 was trained: the groups begun at 4 and 5 are 1 and 0 old."""
+    """This step published version 6, so it trained version 5. The groups begun at versions 4 and 5
+    have staleness 1 and 0.
+    """
     assert values["training/policy_version"] == 6
     assert values["training/staleness"] == Stat(1, 2, 0, 1)
 
@@ -112,7 +114,9 @@ def test_learner_values(values: dict[str, float | Stat]) -> None:
 
 
 def judged() -> tuple[list[SimpleNamespace], Scores]:
-    """Two groups of four: "orm" scores all but one, "prm" all; one has no gold answer, the last is not ok."""
+    """Two groups of four. "prm" scores all answers, "orm" all but two. One answer has no gold
+    answer, and the last one is not ok.
+    """
     accuracy = np.array([1.0, 0.0, 0.0, NAN, 0.0, 1.0, 1.0, 1.0])
     orm = [0.9, 0.5, None, 0.3, 0.7, 0.4, 0.5, None]
     parts = [{"prm": 0.5} | ({} if s is None else {"orm": s}) for s in orm]
@@ -153,9 +157,9 @@ def test_models_choose_among_16_or_as_many_as_there_are(samples: int, n: int) ->
         f"{kind}@{n}/{m}" for kind in ("best", "weighted_maj") for m in ("orm", "prm")
     }
     assert f"maj@{n}" in found
-    if (
-        n == 2
-    ):  # the first two of each group, both graded and scored; votes without a model are of all that are graded
+    if n == 2:
+        # The first two answers of each group are graded and scored. Votes without a model count all
+        # graded answers.
         assert (found["best@2/orm"], found["weighted_maj@2/orm"], found["maj@2"]) == (
             0.5,
             0.5,

@@ -329,7 +329,7 @@ def test_a_gold_answer_that_cannot_be_graded(cfg: Config) -> None:
 def test_a_reward_of_ones_own(cfg: Config, tmp_path: Path, code: str, words: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         f"    {code}\n"
     )
     cfg.reward.rules = {"accuracy": 1.0}

@@ -22,7 +22,8 @@ def read(buffer: object, entry: Entry) -> torch.Tensor:
     """Written from the record's description, apart from the code that generators use."""
     dtype = getattr(torch, entry.dtype)
     size = torch.Size(entry.shape).numel() * dtype.itemsize
-    return torch.tensor(buffer[entry.offset : entry.offset + size]).view(dtype).reshape(entry.shape)  # type: ignore
+    content = torch.tensor(buffer[entry.offset : entry.offset + size])  # type: ignore
+    return content.view(dtype).reshape(entry.shape)
 
 
 def test_round_trip_is_exact() -> None:
