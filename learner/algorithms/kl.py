@@ -23,10 +23,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from conf.settings import choices
+
 # exp(20) = 4.9e8 is far larger than any useful ratio, and its square is finite in float32 and
 # bfloat16.
 MAX_LOG_RATIO = 20.0
-KINDS = ("k1", "k2", "k3", "k3_iw")
+KINDS = choices("algorithm.kl")
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from cluster.monitoring.stat import Stat
+from conf.settings import choices
 from learner.algorithms.kl import kl_estimate, safe_exp
 
 Stats = dict[str, Stat]
-NORMALISERS = ("sequence_mean", "token_mean", "constant")
+NORMALISERS = choices("algorithm.normaliser")
 
 
 def sample_weights(

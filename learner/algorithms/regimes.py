@@ -25,8 +25,9 @@ from cluster.monitoring.vocabulary import (
     SCATTERED,
     UNDETERMINED,
 )
+from conf.settings import choices
 
-FILTERS = ("none", "skip_dead", "down_weight", "resample")
+FILTERS = choices("algorithm.filter")
 
 
 def plurality_share(extracted: Sequence[str]) -> float:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import ConfigError
+from conf.settings import choices
 
 KEY = "volley_reward"  # the key of these fields in the config.json of a model
-KINDS = ("outcome", "process")
+KINDS = choices("reward_model.kind")
 NEW = "new"  # as a path: the initial weights of the policy, with a head that is not trained yet
 
 

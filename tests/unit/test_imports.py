@@ -44,7 +44,7 @@ EDGE = (
     "learner.stages",
 )
 # Everything between the command line and the first check of the settings.
-QUICK_TO_IMPORT = ("conf.schema", "learner.main")
+QUICK_TO_IMPORT = ("conf.schema", "conf.compose", "learner.main")
 SLOW_TO_IMPORT = (*ENGINES, "torch", "transformers", "wandb", "pandas", "matplotlib")
 
 
