@@ -210,7 +210,7 @@ class Generator:
                 del self._running[int(group)]
                 try:
                     running.future.set_result(self._record(running))
-                except Exception as error:  # noqa: BLE001 - a malformed group is the caller's to judge
+                except Exception as error:  # noqa: BLE001 - the caller judges a malformed group
                     running.future.set_exception(error)
         return probes
 

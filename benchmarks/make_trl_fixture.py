@@ -133,6 +133,15 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
+TRAINER_SETTINGS = (
+    "loss_type",
+    "importance_sampling_level",
+    "beta",
+    "epsilon_low",
+    "epsilon_high",
+)
+
+
 def run_trl(settings: dict, data: dict[str, torch.Tensor]) -> tuple[float, list[list[float]]]:
     """Loss and gradient by TRL, one optimizer step of one micro-batch."""
     settings = {
@@ -144,16 +153,7 @@ def run_trl(settings: dict, data: dict[str, torch.Tensor]) -> tuple[float, list[
     logprobs = data["logprobs"].clone().requires_grad_()
     cap = settings.get("tis_cap")
     trainer = SimpleNamespace(
-        **{
-            k: settings[k]
-            for k in (
-                "loss_type",
-                "importance_sampling_level",
-                "beta",
-                "epsilon_low",
-                "epsilon_high",
-            )
-        },
+        **{name: settings[name] for name in TRAINER_SETTINGS},
         args=SimpleNamespace(
             delta=settings["delta"], use_bias_correction_kl=settings["use_bias_correction_kl"]
         ),

@@ -13,7 +13,8 @@ _LETTER_AND_TEXT = re.compile(
 )
 _MORE_LETTERS = re.compile(r"(?:\bor\b|\band\b|,|/|;|&|\|)\s*\(?[A-J]\b|\([A-J]\)|\b[A-J]\)")
 _LETTER_IN_WORDS = re.compile(
-    r"(?:(?i:\b(?:is|option|choice|answer)\b)|[:：=]|答案|选|選|정답은|답은)[\s是为:：]*\(?([A-J])\)?(?![A-Za-z])"
+    r"(?:(?i:\b(?:is|option|choice|answer)\b)|[:：=]|答案|选|選|정답은|답은)"
+    r"[\s是为:：]*\(?([A-J])\)?(?![A-Za-z])"
 )
 
 

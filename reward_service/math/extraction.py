@@ -12,7 +12,8 @@ WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathsf|boldsymbol)\s*\{([^{}]*)\}"
 )
 LEAD = re.compile(
-    r"^(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:correct\s+|final\s+)?(?:answer|option|choice)"
+    r"^(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:correct\s+|final\s+)?"
+    r"(?:answer|option|choice)"
     r"(?:\s+is|\s*[:=])+\s*:?\s*",
     re.IGNORECASE,
 )

@@ -103,7 +103,8 @@ _SPELLINGS = [
         (r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3}(?!\d))", ","),
         (r"\\\$", " ¤"),
         (
-            r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|nolimits|mathstrut|phantom\{\})(?![A-Za-z])\.?",
+            r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|nolimits|mathstrut"
+            r"|phantom\{\})(?![A-Za-z])\.?",
             "",
         ),
         (r"\\!", ""),
@@ -218,14 +219,16 @@ _NUMBER = (
 )
 _SCAN = re.compile(
     rf"(?P<space>\s+)|(?P<num>(?:{_NUMBER})(?:[eE][+-]?\d+(?![\w.]))?)|(?P<name>[A-Za-z]+)"
-    r"|(?P<text>\\(?:text|textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathsf|mathit|bf|rm|operatorname)"
-    r"(?![A-Za-z])\*?\s*\{)|(?P<command>\\[A-Za-z]+|\\.)|(?P<foreign>[^\W\d_]+)|(?P<op>.)",
+    r"|(?P<text>\\(?:text|textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathsf|mathit"
+    r"|bf|rm|operatorname)(?![A-Za-z])\*?\s*\{)|"
+    r"(?P<command>\\[A-Za-z]+|\\.)|(?P<foreign>[^\W\d_]+)|(?P<op>.)",
     re.DOTALL,
 )
 _SMALL_POWER = re.compile(r"\s*\^\s*(?:\{\s*(-?\d)\s*\}|(-?\d))(?!\d)|(?<=[cmkd]m|ft)([23])(?!\d)")
 _PER = re.compile(r"\s*/\s*([smhlLg](?:\^\{?[1-4]\}?)?)(?![A-Za-z(])")
 _BASE = re.compile(
-    r"(?<=[\dA-Fa-f])\s*(?:_\s*\{?\s*\\text\{\s*|_\{\s*|(?:in\s+)?base[\s-]*)(\d+|[a-z]+)(?:\s*\}){0,2}"
+    r"(?<=[\dA-Fa-f])\s*(?:_\s*\{?\s*\\text\{\s*|_\{\s*|(?:in\s+)?base[\s-]*)"
+    r"(\d+|[a-z]+)(?:\s*\}){0,2}"
 )
 _BASE_WORDS = {
     word: str(base)
