@@ -182,9 +182,8 @@ def run_trl(settings: dict, data: dict[str, torch.Tensor]) -> tuple[float, list[
         "prompt_mask": ids[:, :1] + 1,
         "completion_ids": ids,
         "completion_mask": data["mask"],
-    }
-    inputs |= {k: data[k] for k in ("advantages",)} | {"num_items_in_batch": data["mask"].sum()}
-    inputs |= {
+        "advantages": data["advantages"],
+        "num_items_in_batch": data["mask"].sum(),
         "old_per_token_logps": data["old_logprobs"],
         "ref_per_token_logps": data["ref_logprobs"],
     }
