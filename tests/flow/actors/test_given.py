@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import ray
 
@@ -17,14 +15,7 @@ from conf.schema import ConfigError
 TOKENIZER = build_tokenizer()
 EMPTY = Prompt("p", "1+1", "2", "1+1", "", "file", "math")
 
-pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False)
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
 
 def test_groups_are_those_of_the_pure_function_in_the_order_of_the_requests() -> None:
