@@ -15,12 +15,11 @@ import ray
 from ray.exceptions import RayTaskError
 
 from actors.data.answers import COLUMNS, GivenRequest, check_answers, records_of_groups
-from actors.data.prompt import Prompt
 from actors.rollouts import Group
 from cluster.environment import process_env
 from cluster.supervision.remote import get
 
-__all__ = ["COLUMNS", "GivenRequest", "given_group", "given_groups"]
+__all__ = ["COLUMNS", "GivenRequest", "given_groups"]
 TIMEOUT_S = 300.0  # for the records of one call: tokenising, and starting a worker process
 
 
@@ -59,17 +58,3 @@ def given_groups(
         (Group(request.prompt, meta, table), scored)
         for request, (meta, scored), table in zip(requests, records, tables, strict=True)
     ]
-
-
-def given_group(
-    group_id: int,
-    prompt: Prompt,
-    prompt_ids: list[int],
-    tokenizer: Any,
-    kind: str,
-    seed: int,
-    max_tokens: int,
-) -> tuple[Group, pa.RecordBatch]:
-    """`given_groups` of one prompt."""
-    request = GivenRequest(group_id, prompt, prompt_ids)
-    return given_groups([request], tokenizer, kind, seed, max_tokens)[0]

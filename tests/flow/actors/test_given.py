@@ -8,7 +8,7 @@ import ray
 from actors.data.answers import GivenRequest, answer_records
 from actors.data.arithmetic import arithmetic_prompt
 from actors.data.prompt import Prompt
-from actors.given import given_group, given_groups
+from actors.given import given_groups
 from actors.modeling.tokenizer import build_tokenizer
 from conf.schema import ConfigError
 
@@ -30,19 +30,19 @@ def test_groups_are_those_of_the_pure_function_in_the_order_of_the_requests() ->
         assert isinstance(group.table, ray.ObjectRef)
         assert ray.get(group.table, timeout=30).equals(table) and scored.equals(its_scored)
         assert group.prompt == request.prompt and str(group.meta) == str(meta)
-    group, scored = given_group(10, prompts[0], [5, 0], ray.put(TOKENIZER), "pairs", 7, 12)
+    [(group, scored)] = given_groups(requests[:1], ray.put(TOKENIZER), "pairs", 7, 12)
     assert scored.equals(built[0][1]) and str(group.meta) == str(built[0][0].meta)
 
 
 def test_a_missing_column_is_a_config_error_without_rays_text() -> None:
     with pytest.raises(ConfigError) as caught:
-        given_group(0, EMPTY, [5], TOKENIZER, "dataset", 0, 12)
+        given_groups([GivenRequest(0, EMPTY, [5])], TOKENIZER, "dataset", 0, 12)
     assert str(caught.value).startswith("data.path=file: prompt p has no column 'completion'")
 
 
 def test_an_error_inside_the_task_arrives_as_it_was_raised() -> None:
     broken = Prompt("p", "1+one=?", "2", "1+1", "", "arithmetic", "math")
     with pytest.raises(ValueError, match="^invalid literal for int") as caught:
-        given_group(0, broken, [5], TOKENIZER, "dataset", 0, 12)
+        given_groups([GivenRequest(0, broken, [5])], TOKENIZER, "dataset", 0, 12)
     assert type(caught.value) is ValueError
     assert given_groups([], TOKENIZER, "dataset", 0, 12) == []
